@@ -323,10 +323,13 @@ def _plain_type(layer: torch.nn.Module) -> type[_BatchNorm]:
 
 
 def _copy_as(layer: torch.nn.Module, new_type: type[_BatchNorm]) -> Any:
-    """A module of new_type with the parameters, buffers, hooks and attributes of layer."""
+    """A module of new_type with the parameters, buffers, hooks and attributes of layer.
+
+    The hooks are in the dicts of layer itself, in which their handles remove them.
+    """
     new = new_type.__new__(new_type)  # type: ignore[call-overload]
     new.__dict__ = {
-        name: value.copy() if name.startswith("_") and hasattr(value, "copy") else value
+        name: value.copy() if name.startswith("_") and "_hooks" not in name and hasattr(value, "copy") else value
         for name, value in layer.__dict__.items()
     }
     return new
@@ -351,10 +354,10 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
     compiled runs uncompiled in all threads while there is a scope.
     Blocks may end in any order, as those of generators do; one that ends on another thread than it began on is
     a UsageError, and has ended.
-    Not synchronised: eval mode with running statistics, other threads, instance_norm; SyncBatchNorm layers keep their own
-    group. A BatchNorm without running statistics makes the same call in eval mode as in training: it is synchronised,
-    unlike that of a converted layer. PyTorch refuses a batch of one value per channel on this rank before the scope sees
-    it (a converted layer takes it).
+    Not synchronised: eval mode, also of a layer without running statistics, as in SyncBatchNorm (but TorchScript's,
+    and functional.batch_norm(training=True) by whatever module); other threads; instance_norm. SyncBatchNorm layers
+    keep their own group.
+    PyTorch refuses a batch of one value per channel on this rank before the scope sees it (a converted layer takes it).
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -362,8 +365,12 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
         self._entered: list[tuple[int, Any]] = []  # the thread, and the scope
 
     def __enter__(self) -> "SyncBatchNormScope":
-        scope = _torch.SyncBatchNormScope(_group_or_default(self.process_group))
-        _force_eager.enter()
+        _while_in_scopes.enter()
+        try:
+            scope = _torch.SyncBatchNormScope(_group_or_default(self.process_group))
+        except BaseException:
+            _while_in_scopes.exit()
+            raise
         self._entered.append((threading.get_ident(), scope))
         return self
 
@@ -373,36 +380,59 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
         here = threading.get_ident()
         own = [place for place, (thread, _) in enumerate(self._entered) if thread == here]
         _, scope = self._entered.pop(own[-1] if own else -1)
-        scope.exit()
-        _force_eager.exit()
+        try:
+            scope.exit()
+        finally:
+            _while_in_scopes.exit()
         if isinstance(value, ValueError) and "more than 1 value per channel" in str(value) and hasattr(value, "add_note"):
             value.add_note("in a SyncBatchNormScope, where PyTorch refuses such a share of the batch; convert_sync_batchnorm takes it")
         if not own:
             raise UsageError("a SyncBatchNormScope was exited on another thread than the one that entered it; it has ended")
 
 
-class _ForceEager:
-    """torch.compile's stance while there is a scope: compiled code has no batch_norm that the dispatcher sees.
+class _WhileInScopes:
+    """What holds for all threads while there is a scope. Scopes may end in any order: the first begins it, the last ends it.
 
-    The stance is one for all threads, and scopes may end in any order: the first sets it, the last restores it.
+    torch.compile's stance, because compiled code has no batch_norm that the dispatcher sees. And hooks of all modules:
+    a BatchNorm without running statistics calls batch_norm in training mode also in eval mode.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._n_scopes = 0
         self._stance: Any = None
+        self._hooks: list[Any] = []
+        self._of_thread = threading.local()
 
     def enter(self) -> None:
+        for _, suspended in self._of_thread.__dict__.pop("suspended", []):
+            suspended.exit()  # the last scope ended on another thread in the middle of a forward of this one
         with self._lock:
             if self._n_scopes == 0:
                 self._stance = torch.compiler.set_stance("force_eager")
+                hooks = torch.nn.modules.module
+                self._hooks = [
+                    hooks.register_module_forward_pre_hook(self._suspend),
+                    hooks.register_module_forward_hook(self._resume, always_call=True),
+                ]
             self._n_scopes += 1
 
     def exit(self) -> None:
         with self._lock:
             self._n_scopes -= 1
             if self._n_scopes == 0:
+                for hook in self._hooks:
+                    hook.remove()
                 self._stance.__exit__(None, None, None)
 
+    def _suspend(self, module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, _BatchNorm) and not module.training and module.running_mean is None:
+            self._of_thread.__dict__.setdefault("suspended", []).append((module, _torch.SuspendedScope()))
 
-_force_eager = _ForceEager()
+    def _resume(self, module: torch.nn.Module, *_: Any) -> None:
+        suspended = self._of_thread.__dict__.get("suspended")
+        if suspended and suspended[-1][0] is module:
+            suspended.pop()[1].exit()
+
+
+_while_in_scopes = _WhileInScopes()

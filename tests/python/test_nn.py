@@ -145,8 +145,32 @@ with raises(ls.MismatchError, "layer", "of the line that made it" if IS_OURS els
 try:
     for layer in (a, b) if rank == 0 else (b, a):
         layer(torch.rand(2, 3))
+except ls.MismatchError as error:
+    print("refused:", str(error).count(", layer ") + str(error).count(": layer "))
 """,
-        prelude=prelude("no torch.distributed"),
+        prelude=prelude(world),
+    )
+    assert said.count("refused: 2") == 2, said
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_calls_of_layers_and_of_the_program_keep_its_order(run_ranks, world):
+    """A layer's messages come after the calls that were posted before, and take part in their limits."""
+    if world == "no torch.distributed":
+        pytest.skip("a lockstep.Group takes calls of one kind at a time")
+    run_ranks(
+        2,
+        """
+layer = ls.nn.SyncBatchNorm(3, momentum=1.0)
+x = torch.full((1 << 20,), float(rank))
+works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+layer(torch.full((2, 3), float(rank)))
+assert torch.equal(layer.running_mean, torch.full((3,), 0.5))
+for work in works:
+    work.wait()
+assert x.eq(4).all()
+""",
+        prelude=prelude(world),
     )
 
 
@@ -174,10 +198,18 @@ def test_eval_without_running_statistics_is_of_one_rank(run_ranks):
 layer = ls.nn.convert_sync_batchnorm(nn.BatchNorm1d(3, track_running_stats=False)).eval()
 x = torch.randn(4, 3) * (rank + 1)
 expected = nn.functional.batch_norm(x, None, None, layer.weight, layer.bias, True)
+plain = nn.BatchNorm1d(3, track_running_stats=False)
 with ls.nn.SyncBatchNormScope():
+    synchronised = plain(x)
+    plain.eval()
     if rank == 0:
         assert torch.allclose(layer(x), expected)
+        assert torch.allclose(plain(x), expected)
+        with raises(ValueError, "Expected more than 1 value per channel"):
+            plain(x[:1])
     ls.barrier()
+    plain.train()
+    assert torch.equal(plain(x), synchronised) and not torch.allclose(synchronised, expected)
 """,
         prelude=prelude("no torch.distributed"),
     )

@@ -96,6 +96,38 @@ def test_converting_and_reverting_keeps_everything():
     assert type(convert_sync_batchnorm(shared)) is SyncBatchNorm and type(shared) is nn.BatchNorm1d
 
 
+def test_hooks_are_removed_by_their_handles():
+    kinds = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "state_dict_post_hook"]
+    for convert in convert_sync_batchnorm, lambda model: revert_sync_batchnorm(convert_sync_batchnorm(model)), copy.copy:
+        for kind in kinds:
+            layer = nn.BatchNorm1d(3)
+            handle = getattr(layer, f"register_{kind}")(count)
+            layer = convert(layer)
+            handle.remove()
+            calls.clear()
+            layer.eval()(torch.randn(2, 3, requires_grad=True)).sum().backward()
+            layer.state_dict()
+            assert not calls, (convert, kind)
+
+
+def test_a_scope_that_cannot_begin_has_not_begun(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("no stance")
+
+    layer = nn.BatchNorm1d(3)
+    x = torch.randn(4, 3, requires_grad=True)
+    node = lambda: layer(x).grad_fn.name()  # noqa: E731
+    plain = node()
+    monkeypatch.setattr(torch.compiler, "set_stance", refuse)
+    with pytest.raises(RuntimeError, match="no stance"), lockstep.nn.SyncBatchNormScope():
+        raise AssertionError
+    assert node() == plain
+    monkeypatch.undo()
+    with lockstep.nn.SyncBatchNormScope():
+        assert node() != plain
+    assert node() == plain
+
+
 class WithActivation(nn.BatchNorm2d):
     def forward(self, x):
         return super().forward(x).relu()
