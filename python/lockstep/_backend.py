@@ -67,11 +67,11 @@ def rendezvous() -> tuple[Any, int, int]:
         try:
             store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
             address = [(host, store.port)]
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's: the others wait for the address
             address = [str(error)]
     _objects.broadcast_object_list(address)
     if isinstance(address[0], str):
-        raise EngineError(f"init_process_group: rank 0 cannot open its store: {address[0]}")
+        raise EngineError(f"init_process_group: rank 0 cannot open its store at {host}: {address[0]}")
     host, port = address[0]
     # If rank 0 ended, the store would try to connect for its whole timeout: this looks in between.
     failure = ""
