@@ -235,8 +235,12 @@ void Data::read_buffer(nb::handle object, Access access, const Call& call, const
   const auto n_bytes = static_cast<std::size_t>(view.itemsize);
   const std::string_view format = view.format == nullptr ? "B" : view.format;
   const auto dtype = dtype_of(format, n_bytes);
-  if (!dtype)
-    reject_dtype(call, described(parameter, object), fmt::format("'{}' (struct module)", format));
+  if (!dtype) {
+    const nb::object of_numpy = nb::getattr(object, "dtype", nb::none());
+    reject_dtype(call, described(parameter, object),
+                 of_numpy.is_none() ? fmt::format("'{}' (struct module)", format)
+                                    : text_of(nb::str(nb::handle(of_numpy))));
+  }
   if (access == Access::write && view.readonly != 0) {
     call.reject(fmt::format("{} is read-only, and the result is written to it",
                             described(parameter, object)));

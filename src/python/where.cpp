@@ -2,11 +2,11 @@
 
 #include <nanobind/nanobind.h>
 
-#include <cstddef>
-#include <functional>
+#include <algorithm>
+#include <map>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "group/source_place.hpp"
@@ -18,18 +18,6 @@ namespace lockstep::python {
 namespace {
 
 using Place = internal::SourcePlace;
-
-/// Where a frame is: a code object, and an instruction or, where Python hides that, a line of it.
-struct Site {
-  const PyObject* code;
-  int position;
-  friend bool operator==(const Site&, const Site&) = default;
-};
-struct HashOfSite {
-  std::size_t operator()(const Site& site) const noexcept {
-    return std::hash<const void*>()(site.code) ^ static_cast<std::size_t>(site.position) << 4U;
-  }
-};
 
 int position_in(PyFrameObject* frame) {
 #if defined(Py_LIMITED_API) || PY_VERSION_HEX < 0x030B0000
@@ -54,27 +42,62 @@ std::vector<std::string>& library_folders() {
 
 /// Null for a frame of the library folders.
 const Place* find_place(nb::handle code, PyFrameObject* frame) {
-  static auto& paths = *new std::unordered_set<std::string>;  // never destroyed: errors point there
+  static auto& places =
+      *new std::map<std::pair<std::string, unsigned>, Place>;  // errors point there
   const nb::object name = code.attr("co_filename");
   const std::string path = nb::isinstance<nb::str>(name) ? text_of(name) : "";
   for (const std::string& folder : library_folders()) {
     if (path.starts_with(folder)) return nullptr;
   }
   const int line = PyFrame_GetLineNumber(frame);
-  return new const Place{.file = paths.insert(path).first->c_str(),
-                         .line = static_cast<unsigned>(line > 0 ? line : 0)};
+  const auto [place, is_new] =
+      places.try_emplace({path, static_cast<unsigned>(line > 0 ? line : 0)});
+  if (is_new) place->second = {.file = place->first.first.c_str(), .line = place->first.second};
+  return &place->second;
 }
 
-/// Guarded by the GIL. A code object in it lives on, so that no other gets its address.
+/// The places of a code object: by instruction or, where Python hides that, by line.
+struct Code {
+  nb::object reference;  // weak; its callback is on_code_end
+  std::unordered_map<int, const Place*> places;
+};
+/// Guarded by the GIL.
+std::unordered_map<const PyObject*, Code>& known_codes() {
+  static auto& codes = *new std::unordered_map<const PyObject*, Code>;
+  return codes;
+}
+
+/// Another code object may get the address.
+PyObject* on_code_end(PyObject* /*self*/, PyObject* reference) {
+  auto& codes = known_codes();
+  const auto ended = std::ranges::find_if(
+      codes, [&](const auto& code) { return code.second.reference.ptr() == reference; });
+  if (ended != codes.end()) codes.erase(ended);
+  Py_RETURN_NONE;
+}
+
+nb::object weak_reference_to(nb::handle code) {
+  static PyMethodDef definition{"on_code_end", on_code_end, METH_O, nullptr};
+  static PyObject* const callback = PyCFunction_NewEx(&definition, nullptr, nullptr);
+  nb::object reference = nb::steal(PyWeakref_NewRef(code.ptr(), callback));
+  if (!reference.is_valid()) throw nb::python_error();
+  return reference;
+}
+
 const Place* place_of(PyFrameObject* frame) {
-  static auto& places = *new std::unordered_map<Site, const Place*, HashOfSite>;
-  auto code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  const Site site{.code = code.ptr(), .position = position_in(frame)};
-  const auto found = places.find(site);
-  if (found != places.end()) return found->second;
+  const auto code = nb::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  const int position = position_in(frame);
+  const auto known = known_codes().find(code.ptr());
+  const bool is_known = known != known_codes().end();
+  if (is_known) {
+    const auto found = known->second.places.find(position);
+    if (found != known->second.places.end()) return found->second;
+  }
   const Place* const place = find_place(code, frame);
-  places.emplace(site, place);
-  code.release();
+  nb::object reference = is_known ? nb::object() : weak_reference_to(code);
+  Code& of_code = known_codes()[code.ptr()];
+  if (reference.is_valid()) of_code.reference = std::move(reference);
+  of_code.places.emplace(position, place);
   return place;
 }
 

@@ -3,8 +3,11 @@
 import array
 import ast
 import datetime
+import gc
 import inspect
 import pickle
+import re
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -426,3 +429,28 @@ def test_lockstep_nn_without_torch_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: ") and "lockstep.nn" in last and "pip install torch" in last, done.stderr
+
+
+@pytest.mark.parametrize("results", [{"image": 1}, "abc", None, (1, 2), range(2)])
+def test_collected_results_are_a_list(results):
+    with pytest.raises(ls.UsageError, match=f"results is {type(results).__name__}; it must be a list"):
+        ls.collect_results(results, 9)
+
+
+def test_unsupported_types_have_the_names_of_numpy():
+    for name in "complex128", "|S3":
+        with pytest.raises(ls.UsageError, match=re.escape(f"has elements of type {name};")):
+            ls.all_reduce(np.zeros(2, dtype=name))
+
+
+def test_lines_of_code_that_is_gone_are_forgotten():
+    """Cells of a notebook: their code is not kept alive, and no other code has their lines."""
+    ends = []
+    for i in range(3):
+        code = compile("\n" * i + "ls.all_reduce(np.zeros(2, dtype=complex))", f"cell{i}", "exec")
+        weakref.finalize(code, ends.append, i)
+        with pytest.raises(ls.UsageError, match=f"cell{i}:{i + 1}"):
+            exec(code)
+        del code
+    gc.collect()
+    assert ends == [0, 1, 2]
