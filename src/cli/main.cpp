@@ -79,7 +79,9 @@ int main(int argc, char** argv) {
     fmt::print(stderr, "{}\n", lockstep::cli::printable(error.what()));
     return lockstep::cli::kUsageExitCode;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "lockstep: {}\n", lockstep::cli::printable(error.what()));
+    const std::string text = lockstep::cli::printable(error.what());
+    // Errors of a subcommand begin with its name.
+    fmt::print(stderr, "{}{}\n", text.starts_with("lockstep ") ? "" : "lockstep: ", text);
     return 1;
   }
 }

@@ -183,7 +183,7 @@ void Attempt::start_ranks() {
   starter.wait();
 }
 
-void Attempt::start_rank(int rank, RankLogs log, bool is_replacement, ProcessStarter& starter) {
+void Attempt::start_rank(int rank, RankLogs log, bool is_replacement, ProcessStarter& starter) try {
   const Options& options = context_.options;
   const shared::Job& job = *newest().job;
   const WorldEnvironment environment{.n_ranks = options.n_ranks,
@@ -212,8 +212,13 @@ void Attempt::start_rank(int rank, RankLogs log, bool is_replacement, ProcessSta
   if (options.bind == Bind::core) {
     spec.cpu = context_.cores[static_cast<std::size_t>(rank) % context_.cores.size()];
   }
-  ranks_[static_cast<std::size_t>(rank)] = {.pid = starter.start(spec),
+  ranks_[static_cast<std::size_t>(rank)] = {.process = starter.start(spec),
                                             .socket = std::move(socket.launcher)};
+} catch (const SystemError& error) {
+  if (remedy_for(error.error_number()).empty()) throw;
+  errno = error.error_number();
+  throw start_error(fmt::format("rank {} of {}", world_rank(static_cast<std::size_t>(rank)),
+                                placement_.world_size));
 }
 
 // --- events ---------------------------------------------------------------------------------
@@ -338,7 +343,7 @@ void Attempt::answer(int rank) {
 void Attempt::check_exits(pid_t first) {
   // Several exits may share one SIGCHLD; it names the earliest, so check that one first.
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].pid == first) look_at(static_cast<int>(rank));
+    if (ranks_[rank].process.leader() == first) look_at(static_cast<int>(rank));
   }
   for (std::size_t rank = 0; rank < ranks_.size(); ++rank) look_at(static_cast<int>(rank));
 }
@@ -346,15 +351,12 @@ void Attempt::check_exits(pid_t first) {
 void Attempt::look_at(int rank) {
   Rank& checked = ranks_[static_cast<std::size_t>(rank)];
   if (checked.state != State::running) return;
-  siginfo_t info{};
-  if (waitid(P_PID, static_cast<id_t>(checked.pid), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
-      info.si_pid != checked.pid) {
-    return;
-  }
+  const std::optional<siginfo_t> ending = checked.process.ending();
+  if (!ending) return;
   checked.state = State::ended;
   checked.end = Clock::now();
   checked.deadline = Clock::now() + context_.options.grace;
-  const int wait_status = wait_status_of(info);
+  const int wait_status = wait_status_of(*ending);
   const bool was_rank = checked.first_generation >= 0;  // not a replacement that waits
   for (const auto& [generation, world] : worlds_) {
     const auto number = was_rank ? world.rank_of(rank) : std::nullopt;
@@ -394,7 +396,7 @@ void Attempt::report_failure(int rank, int wait_status) {
 
 std::string Attempt::name_of(int rank) const {
   const auto i = static_cast<std::size_t>(rank);
-  return fmt::format("rank {} (pid {})", world_rank(i), ranks_[i].pid);
+  return fmt::format("rank {} (pid {})", world_rank(i), ranks_[i].process.leader());
 }
 
 /// Describes the peer whose exit made this rank fail; empty if there is none.
@@ -496,10 +498,9 @@ void Attempt::advance_rank(int rank) {
 }
 
 void Attempt::reap(Rank& rank) {
-  kill(-rank.pid, SIGKILL);
-  context_.guard.remove_group(rank.pid);
-  while (waitpid(rank.pid, nullptr, 0) < 0 && errno == EINTR) {
-  }
+  rank.process.signal(SIGKILL);
+  context_.guard.remove_group(rank.process.leader());
+  rank.process.reap();
   rank.state = State::reaped;
   rank.deadline = Clock::now() + kLastOutput;
 }
@@ -514,7 +515,7 @@ void Attempt::terminate_ranks(int signal) {
 void Attempt::kill_ranks() {
   for (Rank& rank : ranks_) {
     rank.signal_after = 0;
-    if (rank.state != State::reaped) kill(-rank.pid, SIGKILL);
+    rank.process.signal(SIGKILL);
   }
   phase_ = Phase::killing;
   phase_deadline_ = Clock::time_point::max();
@@ -534,17 +535,17 @@ bool Attempt::signal_joined(int rank, int signal) {
   if (!joined) return false;
   if (!to.joined) to.joined = base::open_pidfd(*joined);
   // The rank may have written any pid into the segment: none outside its group gets the signal.
-  return to.joined && getpgid(*joined) == to.pid && kill(*joined, signal) == 0;
+  return to.joined && to.process.signal_member(*joined, signal);
 }
 
 void Attempt::signal_rank(int rank, int signal) {
   Rank& to = ranks_[static_cast<std::size_t>(rank)];
   if (to.state == State::reaped) return;
   const bool is_alone = signal_joined(rank, signal);
-  if (!is_alone) kill(-to.pid, signal);
+  if (!is_alone) to.process.signal(signal);
   if (is_warning(signal)) return;
   to.signal_after = is_alone ? signal : 0;
-  kill(-to.pid, SIGCONT);  // a stopped process handles no other signal
+  to.process.signal(SIGCONT);  // a stopped process handles no other signal
 }
 
 void Attempt::signal_ranks(int signal) {
@@ -559,7 +560,7 @@ void Attempt::signal_rest() {
     if (rank.signal_after == 0) continue;
     pollfd entry{.fd = rank.joined.get(), .events = POLLIN, .revents = 0};
     if (poll(&entry, 1, /*timeout=*/0) != 1) continue;
-    if (rank.state != State::reaped) kill(-rank.pid, rank.signal_after);
+    rank.process.signal(rank.signal_after);
     rank.signal_after = 0;
   }
 }

@@ -82,8 +82,8 @@ class Attempt {
   // ended -> reaped: the group is killed.
   enum class State : std::uint8_t { running, ended, reaped };
   struct Rank {
-    pid_t pid;
-    base::UniqueFd socket;             ///< the launcher's end: see launcher_socket.hpp
+    ChildGroup process{};
+    base::UniqueFd socket{};           ///< the launcher's end: see launcher_socket.hpp
     std::optional<pid_t> requester{};  ///< the process that has left a world and asked for the next
     std::int64_t last_generation = -1;  ///< of that process, when it asked
     int first_generation = 0;           ///< in which this process was a rank; -1: it waits for one

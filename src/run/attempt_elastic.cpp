@@ -44,7 +44,7 @@ void Attempt::regroup() {
           fmt::format("{} did not call regroup() in time: killing it (SIGKILL)", name_of(rank)));
       note_loss(rank, "did not call regroup() in time", 128 + SIGKILL);
     }
-    kill(-late.pid, SIGKILL);
+    late.process.signal(SIGKILL);
   }
   if (actions.ends_generation) {
     std::string why;
@@ -95,8 +95,8 @@ bool Attempt::replace(int rank) {
     starter.wait();
     print_line(fmt::format("started {} again", name_of(rank)));
   } catch (const Error& error) {
-    print_line(fmt::format("cannot start rank {} again: {}",
-                           world_rank(static_cast<std::size_t>(rank)), error.what()));
+    print_line(fmt::format("rank {} is not started again: {}",
+                           world_rank(static_cast<std::size_t>(rank)), error.text()));
     // A process that was started and cannot run the program ends by itself.
     if (!has_started) elastic_->ended(rank, /*is_done=*/false, Clock::now());
   }

@@ -162,7 +162,7 @@ ProcessStarter::ProcessStarter(const Guard& guard, const Signals& signals)
   write_end_.reset(ends[1]);
 }
 
-pid_t ProcessStarter::start(const ProcessSpec& spec) {
+ChildGroup ProcessStarter::start(const ProcessSpec& spec) {
   base::CpuMask cpus{};  // a cpu_set_t is too short for large machines
   if (spec.cpu) {
     const auto cpu = static_cast<std::size_t>(*spec.cpu);
@@ -182,7 +182,7 @@ pid_t ProcessStarter::start(const ProcessSpec& spec) {
   if (pid < 0) throw system_error("cannot start a process");
   if (pid == 0) exec_child(child);
   setpgid(pid, pid);  // as the child does, so that a kill of the group reaches it from now on
-  return pid;
+  return ChildGroup(pid);
 }
 
 void ProcessStarter::wait() {

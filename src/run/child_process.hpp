@@ -1,13 +1,13 @@
 #pragma once
 
 #include <sys/resource.h>
-#include <sys/types.h>
 
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/fd.hpp"
+#include "run/child_group.hpp"
 #include "run/guard.hpp"
 #include "run/signals.hpp"
 
@@ -44,7 +44,7 @@ class ProcessStarter {
   /// program is killed when the calling thread exits. The caller waits for the process, also if
   /// this or another one cannot run its program. Throws SystemError.
   /// All descriptors must be above 2, except stdin_fd, which may be 0.
-  pid_t start(const ProcessSpec& spec);
+  ChildGroup start(const ProcessSpec& spec);
   /// Returns when all programs run. Throws ExecError if one cannot.
   void wait();
 

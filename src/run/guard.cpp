@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/prctl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -39,7 +38,7 @@ namespace {
       groups.erase(-message);
     }
   }
-  for (const pid_t group : groups) kill(-group, SIGKILL);
+  for (const pid_t group : groups) ChildGroup(group).signal(SIGKILL);
   _exit(0);
 }
 
@@ -55,15 +54,15 @@ Guard::Guard() {
   if (pipe2(ends, O_CLOEXEC) != 0) throw system_error("cannot make the guard's pipe");
   const base::UniqueFd read_end(ends[0]);
   pipe_.reset(ends[1]);
-  pid_ = fork();
-  if (pid_ < 0) throw system_error("cannot start the guard process");
-  if (pid_ == 0) guard_main(read_end.get());
+  const pid_t pid = fork();
+  if (pid < 0) throw start_error("the guard process");
+  if (pid == 0) guard_main(read_end.get());
+  process_ = ChildGroup(pid);
 }
 
 Guard::~Guard() {
   pipe_.reset();
-  while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
-  }
+  process_.reap();
 }
 
 void Guard::add_own_group() const noexcept { send(pipe_.get(), getpid()); }

@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include "base/fd.hpp"
+#include "run/child_group.hpp"
 
 namespace lockstep::run {
 
@@ -30,7 +31,7 @@ class Guard {
 
  private:
   base::UniqueFd pipe_;
-  pid_t pid_ = -1;
+  ChildGroup process_;
 };
 
 }  // namespace lockstep::run

@@ -32,7 +32,11 @@ struct StartOptions {
   std::string shell = {};  ///< a shell line to start it by, where "$@" is the command line
   std::chrono::seconds watchdog{120};  ///< only a hang takes so long
   std::string program = {};            ///< other than `lockstep`
+  int missing_call = -1;               ///< a system call that fails with ENOSYS
 };
+
+/// Whether missing_call can be had here: a kernel or a sandbox may not have seccomp.
+bool can_miss_calls();
 
 /// The real `lockstep` command, or another program, running. Every wait has a watchdog, which kills
 /// it and fails the test.

@@ -1,7 +1,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <chrono>
 #include <csignal>
+#include <cstdlib>
+#include <regex>
 #include <string>
 #include <vector>
 
@@ -97,6 +101,47 @@ TEST(RunCleanupTest, kill_9_of_the_launcher_while_it_starts) {
     command.send(SIGKILL);
     command.wait_unread();
     command.expect_nothing_left();
+  }
+}
+
+/// Where the launcher runs out of something. In a session of its own, so that a signal to its
+/// process group ends its shell too, but nobody else.
+Ended run_short_of(const std::string& limits, const std::string& user, int n_ranks) {
+  Command command(StartOptions{
+      .arguments = {"run", "-n", std::to_string(n_ranks), "sleep", "1000"},
+      .shell = fmt::format(
+          R"(exec setsid {} bash -c '{}; "$@"; echo "the shell goes on after $?"' sh "$@")", user,
+          limits),
+      .watchdog = std::chrono::seconds(30)});
+  const Ended ended = command.wait();
+  command.expect_nothing_left();
+  EXPECT_EQ(ended.out, "the shell goes on after 1\n") << ended.err;
+  EXPECT_EQ(lines_of(ended.err).size(), 1U) << ended.err;
+  return ended;
+}
+
+TEST(RunCleanupTest, without_descriptors_for_a_rank_the_others_end_and_nobody_else) {
+  // 104 is what 8 ranks need, but the caller uses most of them.
+  const Ended ended =
+      run_short_of(R"(for i in {10..89}; do eval "exec $i</dev/null"; done; ulimit -n 104)", "", 8);
+  const std::regex line(
+      R"(lockstep run: cannot start rank [0-7] of 8 \(no descriptor is left: raise the limit on )"
+      R"(open files, ulimit -n, or start fewer ranks\): .*\n)");
+  EXPECT_TRUE(std::regex_match(ended.err, line)) << ended.err;
+}
+
+TEST(RunCleanupTest, without_processes_for_a_rank_the_others_end_and_nobody_else) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root, to run as a user without processes";
+  const std::string as_user = "setpriv --reuid 54321 --regid 54321 --clear-groups ";
+  if (std::system((as_user + "test -x " LOCKSTEP_COMMAND).c_str()) != 0) {
+    GTEST_SKIP() << "another user cannot run " LOCKSTEP_COMMAND;
+  }
+  for (const int n_processes : {2, 5}) {  // the shell and the launcher are two
+    const Ended ended = run_short_of(fmt::format("ulimit -u {}", n_processes), as_user, 8);
+    const std::regex line(
+        R"(lockstep run: cannot start (the guard process|rank [0-7] of 8) \(the limit on )"
+        R"(processes of this user or container is reached: raise ulimit -u or the pids.max .*\n)");
+    EXPECT_TRUE(std::regex_match(ended.err, line)) << ended.err;
   }
 }
 
