@@ -1,11 +1,14 @@
 #include "run/guard.hpp"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <csignal>
+#include <cstring>
 #include <set>
 
 #include "run/errors.hpp"
@@ -13,7 +16,26 @@
 namespace lockstep::run {
 namespace {
 
-[[noreturn]] void guard_main(int pipe) {
+/// Closes all descriptors from `first` on. close_range needs Linux 5.9, and a sandbox may forbid
+/// it.
+void close_from(int first) {
+  if (close_range(static_cast<unsigned>(first), ~0U, 0) == 0) return;
+  DIR* const listing = opendir("/proc/self/fd");
+  while (const dirent* const entry = listing != nullptr ? readdir(listing) : nullptr) {
+    int fd = -1;
+    std::from_chars(entry->d_name, entry->d_name + std::strlen(entry->d_name), fd);
+    if (fd >= first && fd != dirfd(listing)) close(fd);
+  }
+  if (listing != nullptr) {
+    closedir(listing);
+    return;
+  }
+  const long n_descriptors = sysconf(_SC_OPEN_MAX);
+  for (int fd = first; fd < n_descriptors; ++fd) close(fd);
+}
+
+[[noreturn]] void guard_main(int pipe, int write_end) {
+  close(write_end);  // else the read below has no end
   sigset_t all;
   sigfillset(&all);
   sigprocmask(SIG_SETMASK, &all, nullptr);
@@ -21,10 +43,7 @@ namespace {
   prctl(PR_SET_NAME, "lockstep-guard");
   // A reader of the launcher's outputs must not wait for the guard to close them.
   dup2(pipe, STDIN_FILENO);
-  const int null = open("/dev/null", O_WRONLY);
-  dup2(null, STDOUT_FILENO);
-  dup2(null, STDERR_FILENO);
-  close_range(STDERR_FILENO + 1, ~0U, 0);
+  close_from(STDIN_FILENO + 1);
 
   std::set<pid_t> groups;
   for (;;) {
@@ -56,7 +75,7 @@ Guard::Guard() {
   pipe_.reset(ends[1]);
   const pid_t pid = fork();
   if (pid < 0) throw start_error("the guard process");
-  if (pid == 0) guard_main(read_end.get());
+  if (pid == 0) guard_main(read_end.get(), pipe_.get());
   process_ = ChildGroup(pid);
 }
 

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -102,6 +103,26 @@ TEST(RunCleanupTest, kill_9_of_the_launcher_while_it_starts) {
     command.wait_unread();
     command.expect_nothing_left();
   }
+}
+
+TEST(RunCleanupTest, without_close_range_the_guard_ends_and_guards) {
+#ifdef SYS_close_range
+  if (!can_miss_calls()) GTEST_SKIP() << "no seccomp here";
+  for (const bool is_killed : {false, true}) {
+    StartOptions start = start_of({"-n", "2"}, is_killed ? kFamily : "exit 0");
+    start.missing_call = SYS_close_range;
+    Command command(start);
+    if (is_killed) {
+      command.read_until("pid", 2);
+      command.send(SIGKILL);
+    }
+    const Ended ended = command.wait();
+    EXPECT_EQ(is_killed ? ended.signal : ended.exit_code, is_killed ? SIGKILL : 0) << ended.err;
+    command.expect_nothing_left();
+  }
+#else
+  GTEST_SKIP() << "these headers do not know close_range";
+#endif
 }
 
 /// Where the launcher runs out of something. In a session of its own, so that a signal to its
