@@ -180,6 +180,7 @@ std::string read_secret(const std::string& path, std::string& secret) {
 int run(const std::vector<std::string>& arguments) {
   run::Options options;
   double grace_s = 10;
+  double start_limit_s = 300;
   std::string log_dir;
 
   CLI::App app("Starts a program as N ranks on this machine and supervises them.", "lockstep run");
@@ -211,6 +212,11 @@ int run(const std::vector<std::string>& arguments) {
                  "it, up to MAX ranks (default N); for programs that call\n"
                  "regroup or run_elastic")
       ->type_name("MIN[:MAX]");
+  app.add_option("--elastic-start", start_limit_s,
+                 "Time from the start of a replacement to its init_dist;\n"
+                 "one that takes longer is killed (default 300)")
+      ->check(number(0.1, 86'400.0, "seconds"))
+      ->type_name("SECONDS");
   app.add_option("--grace", grace_s, "Time from SIGTERM or Ctrl-C to SIGKILL (default 10)")
       ->check(number(0.0, 86'400.0, "seconds"))
       ->type_name("SECONDS");
@@ -284,6 +290,9 @@ int run(const std::vector<std::string>& arguments) {
   nodes.timeout = std::chrono::milliseconds(static_cast<long>(rendezvous_timeout_s * 1000));
   std::string wrong = check_nodes(app, nodes, rendezvous);
   if (wrong.empty() && app.count("--elastic") > 0) wrong = read_elastic(elastic, options);
+  if (wrong.empty() && app.count("--elastic-start") > 0 && app.count("--elastic") == 0) {
+    wrong = "--elastic-start is a limit for replacements, which only --elastic starts";
+  }
   if (wrong.empty() && !secret_file.empty()) wrong = read_secret(secret_file, nodes.secret);
   if (!wrong.empty()) {
     fmt::print(stderr, "lockstep run: {}\nSee lockstep run --help\n", wrong);
@@ -291,6 +300,7 @@ int run(const std::vector<std::string>& arguments) {
   }
   if (!log_dir.empty()) options.log_dir = log_dir;
   options.env = Env::read();
+  options.elastic.start_limit = std::chrono::milliseconds(static_cast<long>(start_limit_s * 1000));
   options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
   if (app.count("--trace") == 0) return run::launch_ranks(options);
   return tracing::run_traced(trace_file, nodes, [&] { return run::launch_ranks(options); });

@@ -308,6 +308,7 @@ void Attempt::serve(int rank) {
   }
   if (elastic_) {
     if (phase_ != Phase::running) return shared::refuse(socket.get(), 0, "it is ending");
+    read_progress();
     asking.requester = process_of(rank);
     asking.last_generation = question.last_generation;
     asking.waits = elastic_->asked(rank, question.limit, Clock::now());
@@ -363,7 +364,7 @@ void Attempt::look_at(int rank) {
     if (number) world.job->rank_ended(*number, wait_status);
   }
   if (elastic_ && phase_ == Phase::running) {
-    if (newest().job->has_completed_step()) elastic_->completed_step();
+    read_progress();
     if (wait_status != 0) note_end(rank, wait_status);
     elastic_->ended(rank, /*is_done=*/wait_status == 0, Clock::now());
   } else if (wait_status != 0 && !failed_) {
@@ -435,12 +436,19 @@ void Attempt::note_end(int rank, int wait_status) {
   if (ended.is_late) return;
   const auto number = newest().rank_of(rank);
   const bool was_rank = number && ended.first_generation >= 0;
+  const bool has_finished = was_rank && newest().job->has_finished(*number);
+  const bool is_new =
+      was_rank && ended.first_generation > 0 && ended.first_generation == generations_.newest();
+  const std::string failure = is_new ? newest().job->failure_of(*number) : std::string();
   print_line(fmt::format("{} {} after {:.2f} s{}", name_of(rank), how_ended(wait_status),
                          seconds(Clock::now() - start_),
-                         was_rank                     ? ""
+                         has_finished       ? ", after it had done its part; the others go on"
+                         : !failure.empty() ? ": " + failure
+                         : was_rank         ? ""
                          : ended.first_generation < 0 ? ", before it was a rank of a world"
                                                       : ", after it had left the world"));
-  if (!was_rank) return;
+  if (has_finished && outcome_.exit_code == 0) outcome_.exit_code = exit_code_of(wait_status);
+  if (!was_rank || has_finished) return;
   note_loss(rank, newest().job->ending_of(*number), exit_code_of(wait_status));
   if (!context_.options.env.record_dir) return;
   try {  // now: the segment is gone when the next generation has formed

@@ -114,6 +114,7 @@ class Attempt {
   void look_at(int rank);
   void report_failure(int rank, int wait_status);
   void note_end(int rank, int wait_status);
+  void read_progress();
   void note_loss(int rank, std::string_view why, int exit_code);
   void regroup();
   bool replace(int rank);

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "base/plural.hpp"
 #include "base/text.hpp"
 #include "base/truncated_text.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
@@ -15,6 +16,15 @@
 
 // What an attempt does with --elastic: it carries out what ElasticMembership decides.
 namespace lockstep::run {
+
+/// What the ranks have written into their generation's segment.
+void Attempt::read_progress() {
+  const World& world = newest();
+  if (world.job->has_completed_step()) elastic_->completed_step();
+  for (std::size_t r = 0; r < world.places.size(); ++r) {
+    if (world.job->has_finished(static_cast<int>(r))) elastic_->finished(world.places[r]);
+  }
+}
 
 void Attempt::note_loss(int rank, std::string_view why, int exit_code) {
   if (first_loss_ == 0) first_loss_ = exit_code;
@@ -28,9 +38,19 @@ void Attempt::note_loss(int rank, std::string_view why, int exit_code) {
 /// Does what follows from what has happened.
 void Attempt::regroup() {
   if (!elastic_ || phase_ != Phase::running) return;
-  if (newest().job->has_completed_step()) elastic_->completed_step();
+  read_progress();
   const ElasticMembership::Actions actions = elastic_->next(Clock::now());
-  for (const int rank : actions.kill) {
+  for (const int rank : actions.abandoned) {
+    print_line(fmt::format(
+        "rank {} is not replaced any more: {} processes in a row ended before they had completed a "
+        "step",
+        world_rank(static_cast<std::size_t>(rank)), ElasticMembership::kFailedStarts));
+  }
+  for (const int rank : actions.late) {
+    print_line(
+        fmt::format("{} has not called regroup(), and a replacement waits for it", name_of(rank)));
+  }
+  for (const auto& [rank, why] : actions.kill) {
     Rank& late = ranks_[static_cast<std::size_t>(rank)];
     const auto number = newest().rank_of(rank);
     if (late.first_generation >= 0 && number && newest().job->has_left(*number)) {
@@ -39,11 +59,8 @@ void Attempt::regroup() {
       continue;
     }
     late.is_late = true;
-    if (late.first_generation >= 0) {
-      print_line(
-          fmt::format("{} did not call regroup() in time: killing it (SIGKILL)", name_of(rank)));
-      note_loss(rank, "did not call regroup() in time", 128 + SIGKILL);
-    }
+    if (!why.empty()) print_line(fmt::format("{} {}: killing it (SIGKILL)", name_of(rank), why));
+    if (late.first_generation >= 0) note_loss(rank, why, 128 + SIGKILL);
     late.process.signal(SIGKILL);
   }
   if (actions.ends_generation) {
@@ -133,8 +150,8 @@ void Attempt::form(const std::vector<int>& places) {
     shared::answer(rank.socket.get(), next.job->fd(), answer);
     ranks_[static_cast<std::size_t>(places[r])].waits = false;
   }
-  print_line(fmt::format("generation {}: {} rank{}", last + 1, places.size(),
-                         places.size() == 1 ? "" : "s"));
+  const auto n_ranks = static_cast<std::int64_t>(places.size());
+  print_line(fmt::format("generation {}: {} rank{}", last + 1, n_ranks, base::plural(n_ranks)));
   worlds_.clear();
   worlds_.emplace(generation, std::move(next));
   // Ranks that fail to join this one ask again from their last generation.

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <utility>
+
+#include "base/plural.hpp"
 
 namespace lockstep::run {
 namespace {
@@ -13,7 +16,7 @@ using std::chrono::milliseconds;
 /// Before a replacement starts, doubled after each: a program that fails at once is not restarted
 /// in a tight loop.
 constexpr milliseconds kFirstDelay{100}, kLongestDelay{10'000};
-constexpr int kFailedStarts = 3, kGenerationsWithoutStep = 3;
+constexpr int kGenerationsWithoutStep = 3;
 
 }  // namespace
 
@@ -38,6 +41,7 @@ bool ElasticMembership::asked(int place, milliseconds limit, Clock::time_point n
   asked_limit_ = limit;
   switch (asking.state) {
     case State::rank:
+      if (count({State::regrouping}) == 0) limit_ = Clock::time_point::max();  // a replacement's
       asking.state = State::regrouping;
       is_over_ = true;
       begin_limit(now);
@@ -61,7 +65,7 @@ void ElasticMembership::begin_limit(Clock::time_point now) {
 
 void ElasticMembership::ended(int place, bool is_done, Clock::time_point now) {
   Place& ended = places_[static_cast<std::size_t>(place)];
-  if (is_done) {
+  if (is_done || ended.has_finished) {
     ended.state = State::done;
     return;
   }
@@ -69,20 +73,19 @@ void ElasticMembership::ended(int place, bool is_done, Clock::time_point now) {
     case State::rank:
     case State::regrouping:
       is_over_ = true;
-      has_lost_rank_ = true;
+      (ended.is_new ? has_lost_new_ : has_lost_rank_) = true;
       break;
     case State::starting:
     case State::waiting:
-      if (++ended.n_failed_starts < kFailedStarts) break;
-      ended.state = State::abandoned;
-      return fill(now);
     case State::late: break;
     case State::scheduled:
     case State::vacant:
     case State::abandoned:
     case State::done: return;
   }
-  ended.state = State::vacant;
+  const bool is_abandoned = ended.is_new && ++ended.n_failed_starts >= kFailedStarts;
+  ended.state = is_abandoned ? State::abandoned : State::vacant;
+  if (is_abandoned) abandoned_.push_back(place);
   fill(now);
 }
 
@@ -90,9 +93,19 @@ void ElasticMembership::completed_step() {
   if (has_completed_step_) return;
   has_completed_step_ = true;
   n_without_step_ = 0;
-  for (Place& place : places_) {
-    if (place.state != State::scheduled) place.delay = kFirstDelay;
+  for (const int rank : ranks_) {
+    Place& place = places_[static_cast<std::size_t>(rank)];
+    if (place.state != State::rank && place.state != State::regrouping) continue;
+    place.is_new = false;
+    place.n_failed_starts = 0;
+    place.delay = kFirstDelay;
   }
+}
+
+void ElasticMembership::finished(int place) {
+  Place& done = places_[static_cast<std::size_t>(place)];
+  if (done.state != State::rank && done.state != State::regrouping) return;
+  done.has_finished = has_finished_rank_ = true;
 }
 
 /// Schedules processes for vacant places, as long as there are too few.
@@ -103,33 +116,73 @@ void ElasticMembership::fill(Clock::time_point now) {
     if (n >= options_.most) return;
     if (place.state != State::vacant) continue;
     place.state = State::scheduled;
-    place.start_at = now + place.delay;
+    place.due = now + place.delay;
     place.delay = std::min(2 * place.delay, kLongestDelay);
     ++n;
   }
 }
 
-ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
-  Actions actions;
+/// Ranks without which the next generation cannot form yet. Where a rank that has not done its part
+/// asks, the others that have are ahead of it, and do not come; where all that ask have, the
+/// others will ask too.
+int ElasticMembership::n_awaited() const {
+  const bool is_behind = std::ranges::any_of(places_, [](const Place& place) {
+    return place.state == State::regrouping && !place.has_finished;
+  });
+  return static_cast<int>(std::ranges::count_if(places_, [&](const Place& place) {
+    return place.state == State::rank && !(place.has_finished && is_behind);
+  }));
+}
+
+void ElasticMembership::kill_late(Clock::time_point now, Actions& actions) {
+  const bool is_late = now >= limit_;
+  // Without a rank that waits, the end of a rank that may be at work helps nobody.
+  const bool has_asked = count({State::regrouping}) > 0;
   for (std::size_t i = 0; i < places_.size(); ++i) {
     Place& place = places_[i];
-    if (place.state == State::scheduled && place.start_at <= now) {
-      place.state = State::starting;
-      actions.start.push_back(static_cast<int>(i));
-    }
-    if (place.state == State::rank && now >= limit_) {
+    const int number = static_cast<int>(i);
+    if (place.state == State::starting && now >= place.due) {
       place.state = State::late;
-      has_lost_rank_ = true;
-      actions.kill.push_back(static_cast<int>(i));
+      const auto limit = std::chrono::duration<double>(options_.start_limit);
+      actions.kill.push_back(
+          {number, fmt::format("did not call init_dist within {:g} s", limit.count())});
+    }
+    if (place.state != State::rank || !is_late) continue;
+    if (!has_asked) {
+      if (!place.has_finished) actions.late.push_back(number);
+    } else if (place.has_finished) {
+      place.state = State::done;
+    } else {
+      place.state = State::late;
+      (place.is_new ? has_lost_new_ : has_lost_rank_) = true;
+      actions.kill.push_back({number, "did not call regroup() in time"});
     }
   }
+  if (!is_late) return;
+  limit_ = Clock::time_point::max();
+  is_late_told_ = true;
+}
+
+ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
+  Actions actions;
+  actions.abandoned = std::exchange(abandoned_, {});
+  for (std::size_t i = 0; i < places_.size(); ++i) {
+    Place& place = places_[i];
+    if (place.state != State::scheduled || place.due > now) continue;
+    place.state = State::starting;
+    place.due = now + options_.start_limit;
+    place.is_new = true;
+    place.has_finished = false;
+    actions.start.push_back(static_cast<int>(i));
+  }
+  kill_late(now, actions);
   if (!is_over_) {
     if (count({State::rank}) > 0) return actions;
     // All have finished: there is nothing left to join.
     for (std::size_t i = 0; i < places_.size(); ++i) {
       Place& place = places_[i];
       if (place.state == State::starting || place.state == State::waiting) {
-        actions.kill.push_back(static_cast<int>(i));
+        actions.kill.push_back({static_cast<int>(i), {}});
         place.state = State::abandoned;
       }
       if (place.state == State::scheduled) place.state = State::abandoned;
@@ -138,8 +191,8 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
   }
   actions.ends_generation = !is_told_;
   is_told_ = true;
-  if (n_waiting() > 0) begin_limit(now);
-  if (count({State::rank}) > 0) return actions;
+  if (n_waiting() > 0 && !is_late_told_) begin_limit(now);
+  if (n_awaited() > 0) return actions;
 
   const int n_survivors = count({State::regrouping});
   if (n_survivors == 0) {
@@ -148,20 +201,28 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
     return actions;
   }
   const int n_ready = n_survivors + n_waiting();
-  if (n_ready < options_.least) {
+  // What ranks have completed needs no others: who is behind does the same, however few they are.
+  if (n_ready < options_.least && !has_finished_rank_) {
     if (count({State::starting, State::scheduled, State::late}) == 0) {
-      actions.give_up = fmt::format("{} of at least {} ranks are left", n_ready, options_.least);
+      actions.give_up = fmt::format("{} of at least {} rank{} {} left", n_ready, options_.least,
+                                    base::plural(options_.least), n_ready == 1 ? "is" : "are");
     }
     return actions;
   }
   // Ended by a loss or by an error, such as of a rank that is later than the limit in every step.
-  const bool has_failed = has_lost_rank_ || n_waiting() == 0;
+  // Not by a replacement that came and went.
+  const bool has_failed = has_lost_rank_ || (n_waiting() == 0 && !has_lost_new_);
   if (has_failed && !has_completed_step_ && ++n_without_step_ >= kGenerationsWithoutStep) {
     actions.give_up =
         fmt::format("{} generations in a row ended before they completed a step (step_done())",
                     n_without_step_);
     return actions;
   }
+  form(actions);
+  return actions;
+}
+
+void ElasticMembership::form(Actions& actions) {
   for (const int place : ranks_) {
     if (places_[static_cast<std::size_t>(place)].state == State::regrouping) {
       actions.form.push_back(place);
@@ -169,21 +230,23 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
   }
   for (std::size_t i = 0; i < places_.size(); ++i) {
     if (places_[i].state == State::waiting) actions.form.push_back(static_cast<int>(i));
+    if (places_[i].state == State::rank) places_[i].state = State::done;  // they are behind it
   }
   ranks_ = actions.form;
   for (const int place : ranks_) {
     places_[static_cast<std::size_t>(place)].state = State::rank;
-    places_[static_cast<std::size_t>(place)].n_failed_starts = 0;
+    places_[static_cast<std::size_t>(place)].has_finished = false;
   }
-  is_over_ = has_lost_rank_ = is_told_ = has_completed_step_ = false;
+  is_over_ = has_lost_rank_ = has_lost_new_ = has_finished_rank_ = has_completed_step_ = false;
+  is_told_ = is_late_told_ = false;
   limit_ = Clock::time_point::max();
-  return actions;
 }
 
 ElasticMembership::Clock::time_point ElasticMembership::wakes_at() const {
   Clock::time_point earliest = count({State::rank}) > 0 ? limit_ : Clock::time_point::max();
   for (const Place& place : places_) {
-    if (place.state == State::scheduled) earliest = std::min(earliest, place.start_at);
+    if (place.state != State::scheduled && place.state != State::starting) continue;
+    earliest = std::min(earliest, place.due);
   }
   return earliest;
 }

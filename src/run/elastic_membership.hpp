@@ -19,6 +19,10 @@ namespace lockstep::run {
 class ElasticMembership {
  public:
   using Clock = std::chrono::steady_clock;
+  /// A place whose replacements ended so often in a row, each before a generation that it was a
+  /// rank of had completed a step, gets no other. With the delays between them that takes more than
+  /// 20 s.
+  static constexpr int kFailedStarts = 8;
 
   /// n_places processes have started as the ranks of the first generation.
   ElasticMembership(int n_places, const ElasticOptions& options);
@@ -33,18 +37,25 @@ class ElasticMembership {
   void ended(int place, bool is_done, Clock::time_point now);
   /// The newest generation has completed a step.
   void completed_step();
+  /// The rank of a place has done its part: its end is no loss, and those that still go on do not
+  /// wait for it. It may ask for the next generation.
+  void finished(int place);
 
   // --- what follows
 
+  struct Kill {
+    int place;
+    std::string why;  ///< "did not ..."; empty: a replacement that has nothing left to join
+  };
   struct Actions {
     /// The generation is over: tell its ranks. Once for each generation.
     bool ends_generation = false;
-    /// Places that did not ask within the limit, which count as lost now; and replacements, if the
-    /// ranks have finished.
-    std::vector<int> kill;
-    std::vector<int> start;  ///< places that get a process
-    std::vector<int> form;   ///< the places of the next generation, by rank; empty: not yet
-    std::string give_up;     ///< why the job ends; empty: it goes on
+    std::vector<Kill> kill;      ///< ranks that count as lost now, and replacements
+    std::vector<int> late;       ///< ranks that do not ask, where no other rank waits for them
+    std::vector<int> start;      ///< places that get a process
+    std::vector<int> abandoned;  ///< places that get none any more
+    std::vector<int> form;       ///< the places of the next generation, by rank; empty: not yet
+    std::string give_up;         ///< why the job ends; empty: it goes on
   };
   /// Call it after each event, and at wakes_at().
   Actions next(Clock::time_point now);
@@ -59,23 +70,28 @@ class ElasticMembership {
   enum class State : std::uint8_t {
     rank,        // of the generation, running
     regrouping,  // a rank that has asked
-    late,        // a rank that did not ask within the limit: killed, lost
+    late,        // a process that did not ask within its limit: killed, lost
     starting,    // a replacement that has not asked yet
     waiting,     // one that has
     scheduled,   // gets a process at start_at
     vacant,      // has none: enough others run
-    abandoned,   // failed too often before it asked, or has nothing left to join
-    done,        // ended with exit code 0
+    abandoned,   // its replacements failed too often, or have nothing left to join
+    done,        // ended with exit code 0, or the others went on after it had finished
   };
   struct Place {
     State state = State::rank;
-    Clock::time_point start_at = Clock::time_point::max();
+    Clock::time_point due{};            // scheduled: its start; starting: the end of its limit
     std::chrono::milliseconds delay{};  // of the next start
     int n_failed_starts = 0;
+    bool is_new = false;  // a replacement that was in no generation which completed a step
+    bool has_finished = false;
   };
 
   int count(std::initializer_list<State> states) const;
+  int n_awaited() const;
   void fill(Clock::time_point now);
+  void kill_late(Clock::time_point now, Actions& actions);
+  void form(Actions& actions);
   void begin_limit(Clock::time_point now);
 
   ElasticOptions options_;
@@ -83,7 +99,10 @@ class ElasticMembership {
   std::vector<int> ranks_;
   bool is_over_ = false;        // the generation
   bool has_lost_rank_ = false;  // the generation; another reason to end is a request
-  bool is_told_ = false;
+  bool has_lost_new_ = false;   // a rank that is_new
+  bool has_finished_rank_ = false;
+  bool is_told_ = false, is_late_told_ = false;
+  std::vector<int> abandoned_{};                        // not yet told
   Clock::time_point limit_ = Clock::time_point::max();  // of the ranks that have not asked
   std::chrono::milliseconds asked_limit_{};             // of the last that asked
   int n_without_step_ = 0;  // generations in a row that failed before they completed a step

@@ -37,8 +37,9 @@ struct NodesOptions {
 
 /// Going on after a lost rank.
 struct ElasticOptions {
-  int least = 0;  ///< ranks; 0: the loss of a rank ends the job
-  int most = 0;   ///< ranks up to which lost ones are replaced
+  int least = 0;                                   ///< ranks; 0: the loss of a rank ends the job
+  int most = 0;                                    ///< ranks up to which lost ones are replaced
+  std::chrono::milliseconds start_limit{300'000};  ///< of a replacement, until it asks for a world
 };
 
 /// The command line of `lockstep run`.

@@ -32,7 +32,8 @@ std::unique_ptr<Session> join_world(World world, std::string_view backend,
       engines::JoinedEngine joined = engines::join(backend, world, barrier);
       const int host = leave_on_exception(*joined.engine, [&] {
         const int lowest = engines::find_host(*joined.engine, world, barrier);
-        compare_settings(*joined.engine, barrier, message::parse_costs(world.env.network));
+        compare_settings(*joined.engine, barrier, message::parse_costs(world.env.network),
+                         /*was_member=*/world.last_generation >= 0);
         return lowest;
       });
       world.regrouped.rank = world.rank;
@@ -45,8 +46,8 @@ std::unique_ptr<Session> join_world(World world, std::string_view backend,
     } catch (const TimeoutError&) {
       if (!world.is_elastic) throw;
     }
-    // A rank of this generation ended before all had joined it, or has stopped: then the launcher
-    // kills it, at the limit of this request.
+    // A rank of this generation ended before all had joined it, or does not fit, or has stopped:
+    // then the launcher kills it, at the limit of this request.
   }
 }
 

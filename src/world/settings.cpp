@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <lockstep/error.hpp>
+#include <vector>
 
 #include "engines/hierarchical/hosts.hpp"
 #include "group/check.hpp"
@@ -20,6 +22,7 @@ constexpr std::uint64_t kFlushResults = 1, kFlushOperands = 2, kRounding = 3 << 
 struct Settings {
   std::uint64_t mode;
   message::Costs costs;
+  bool was_member;
 };
 
 }  // namespace
@@ -51,28 +54,48 @@ std::string describe_mode(std::uint64_t mode) {
   return text.empty() ? "uses the defaults of IEEE 754" : text;
 }
 
-void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs) {
-  if (engine.size() == 1) return;
-  const Settings mine{.mode = floating_point_mode(), .costs = costs};
-  // A later error shows init_dist's barrier as the rank's last call.
-  const auto all = hierarchical::gather_values(engine, barrier_of(barrier), mine);
-  for (std::size_t r = 0; r < all.size(); ++r) {
-    if (all[r].costs != all[0].costs) {
-      throw MismatchError(
-          context_of(barrier, engine.rank()),
-          fmt::format("LOCKSTEP_NETWORK is {} on rank 0, {} on rank {}; the ranks "
-                      "would choose different algorithms. Set it alike everywhere",
-                      message::describe(all[0].costs), message::describe(all[r].costs), r));
-    }
-    if (all[r].mode == all[0].mode) continue;
-    throw MismatchError(
-        context_of(barrier, engine.rank()),
-        fmt::format("the ranks' floating-point environments differ: rank 0 {}, rank {} {}; results "
-                    "would differ between ranks. Make them equal before init_dist: a program or "
-                    "library built with -ffast-math or -Ofast changes its own at startup; so do "
-                    "fesetround, _mm_setcsr and torch::set_flush_denormal",
-                    describe_mode(all[0].mode), r, describe_mode(all[r].mode)));
+namespace {
+
+/// How rank r differs from the rank `of`; empty: not at all.
+std::string difference(const std::vector<Settings>& all, std::size_t of, std::size_t r) {
+  if (all[r].costs != all[of].costs) {
+    return fmt::format(
+        "LOCKSTEP_NETWORK is {} on rank {}, {} on rank {}; the ranks would choose different "
+        "algorithms. Set it alike everywhere",
+        message::describe(all[of].costs), of, message::describe(all[r].costs), r);
   }
+  if (all[r].mode == all[of].mode) return {};
+  return fmt::format(
+      "the ranks' floating-point environments differ: rank {} {}, rank {} {}; results would differ "
+      "between ranks. Make them equal before init_dist: a program or library built with "
+      "-ffast-math or -Ofast changes its own at startup; so do fesetround, _mm_setcsr and "
+      "torch::set_flush_denormal",
+      of, describe_mode(all[of].mode), r, describe_mode(all[r].mode));
+}
+
+}  // namespace
+
+void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs,
+                      bool was_member) {
+  if (engine.size() == 1) return;
+  const Settings mine{.mode = floating_point_mode(), .costs = costs, .was_member = was_member};
+  // A later error shows init_dist's barrier as the rank's last call.
+  const std::vector<Settings> all = hierarchical::gather_values(engine, barrier_of(barrier), mine);
+  const auto first = std::ranges::find(all, true, &Settings::was_member);
+  const auto of = static_cast<std::size_t>(first == all.end() ? 0 : first - all.begin());
+  const ErrorContext context = context_of(barrier, engine.rank());
+  std::string rejection;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    const std::string text = difference(all, of, r);
+    if (text.empty()) continue;
+    const bool is_rejected = all[of].was_member && !all[r].was_member;
+    if (!is_rejected) throw MismatchError(context, text);
+    if (r == static_cast<std::size_t>(engine.rank())) {
+      throw MismatchError(context, text + ". The others go on without this rank");
+    }
+    if (rejection.empty()) rejection = fmt::format("rank {} does not fit: {}", r, text);
+  }
+  if (!rejection.empty()) throw PeerFailed(context, rejection);
 }
 
 }  // namespace lockstep::internal

@@ -15,7 +15,10 @@ std::string describe_mode(std::uint64_t mode);
 
 /// Compares floating_point_mode() and `costs` between the ranks, in one small all_gather, whose
 /// algorithm does not depend on the costs, and throws MismatchError naming the ranks if they
-/// differ. Collective.
-void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs);
+/// differ. In an elastic world, ranks that were in an earlier generation (was_member) go on without
+/// those that join it and differ: there the error is MismatchError on the latter, and PeerFailed on
+/// all others. Collective.
+void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs,
+                      bool was_member = false);
 
 }  // namespace lockstep::internal

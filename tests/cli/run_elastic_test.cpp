@@ -97,7 +97,7 @@ TEST(RunElasticTest, a_fork_of_a_rank_is_refused) {
 
 TEST(RunElasticTest, after_a_refusal_a_rank_is_not_alone_silently) {
   const Ended ended = run_elastic(3, "3", {"refused"});
-  EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.out << ended.err;
+  EXPECT_EQ(ended.exit_code, 1) << ended.out << ended.err;
   EXPECT_EQ(n_lines_with(ended.out, "`lockstep run` ends the job: 2 of at least 3 ranks are left"),
             2)
       << ended.out;
@@ -113,6 +113,50 @@ TEST(RunElasticTest, a_rank_that_has_left_is_not_waited_for) {
   EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
   EXPECT_EQ(n_lines_with(ended.out, "generation 1: rank 0 of 1"), 1) << ended.out << ended.err;
   EXPECT_EQ(n_lines_with(ended.out, "the work is done"), 1) << ended.out;
+}
+
+TEST(RunElasticTest, replacements_that_fail_at_once_harm_nobody_else) {
+  const Ended ended = run_elastic(3, "1", {"newcomers", "fail"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "done"), 2) << ended.out << ended.err;
+  EXPECT_GE(n_lines_with(ended.err, " exited with code 7 "), 3) << ended.err;
+}
+
+TEST(RunElasticTest, a_replacement_that_does_not_fit_is_rejected_alone) {
+  const Ended ended = run_elastic(3, "1", {"newcomers", "unfit"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "done"), 2) << ended.out << ended.err;
+  // Its own error, and the launcher's line.
+  for (const std::string& text : {ended.out, ended.err}) {
+    EXPECT_GE(n_lines_with(text,
+                           "the ranks' floating-point environments differ: rank 0 does not "
+                           "round to nearest, rank 2 uses the defaults of IEEE 754"),
+              3)
+        << ended.out << ended.err;
+  }
+  EXPECT_GE(n_lines_with(ended.err, "The others go on without this rank"), 3) << ended.err;
+}
+
+TEST(RunElasticTest, a_replacement_that_hangs_before_it_joins_is_killed_and_replaced) {
+  const TemporaryFolder folder;
+  const Ended ended = run({"-n", "3", "--elastic", "3", "--elastic-start", "1", ELASTIC_PROGRAM,
+                           "hang", folder / "file"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
+  EXPECT_EQ(n_lines_with(ended.out, "done"), 3) << ended.out << ended.err;
+  EXPECT_GE(n_lines_with(ended.err, "did not call init_dist within 1 s: killing it (SIGKILL)"), 1)
+      << ended.err;
+}
+
+TEST(RunElasticTest, a_rank_that_works_after_the_end_is_left_in_peace) {
+  for (const bool finishes : {true, false}) {
+    std::vector<std::string> arguments{"end"};
+    if (finishes) arguments.emplace_back("finish");
+    const Ended ended = run_elastic(3, "1", arguments);
+    EXPECT_EQ(ended.exit_code, 128 + SIGKILL) << ended.out << ended.err;
+    EXPECT_EQ(n_lines_with(ended.out, "the work is done"), 1) << ended.out << ended.err;
+    EXPECT_EQ(n_lines_with(ended.err, "after it had done its part"), finishes ? 1 : 0) << ended.err;
+    EXPECT_EQ(n_lines_with(ended.err, "started rank 2 "), finishes ? 0 : 1) << ended.err;
+  }
 }
 
 TEST(RunElasticTest, elsewhere_regroup_says_what_to_do) {

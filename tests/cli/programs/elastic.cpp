@@ -13,6 +13,12 @@
 //   elastic boundary            all ranks regroup without a loss
 //   elastic fork                a fork of a rank asks for the next generation
 //   elastic refused             ranks go on after a regroup() that failed
+//   elastic newcomers HOW       the first process of place 1 is lost, and three replacements of it:
+//                               HOW is fail (each ends when it has joined) or unfit (the others
+//                               have changed their rounding, which a replacement has not)
+//   elastic hang FILE           the same, but the first replacement makes FILE and does not join
+//   elastic end [finish]        at the end rank 2 is killed, and rank 0 works alone for longer than
+//                               the limit; `finish`: they have told the launcher that they are done
 //   elastic left                a rank that has left the world works on while the others regroup
 //   elastic outside             regroup without --elastic
 #include <fcntl.h>
@@ -25,6 +31,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cfenv>
 #include <chrono>
 #include <csignal>
 #include <cstdint>
@@ -32,6 +39,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <lockstep/elastic.hpp>
 #include <lockstep/lockstep.hpp>
 #include <mutex>
@@ -42,6 +50,8 @@
 #include <string_view>
 #include <thread>
 #include <vector>
+
+#include "world/session.hpp"
 
 namespace {
 
@@ -319,12 +329,69 @@ void linger(const char* file) {
   lockstep::barrier();
 }
 
+/// Takes steps until so many ranks were lost, the first of them the first process of place 1.
+void take_steps(
+    std::size_t n_losses, const std::function<void()>& before_step = [] {}) {
+  const bool is_victim = !is_replacement() && std::getenv("RANK") == std::string("1");
+  std::size_t n_lost = 0;
+  enum Wish { none, let_in, end };  // the largest is everybody's
+  for (int step = 0; true; ++step) {
+    try {
+      before_step();
+      const bool is_full = lockstep::get_world_size() == std::atoi(std::getenv("WORLD_SIZE"));
+      int wish = lockstep::replacements_wait() ? let_in : none;
+      if (n_lost >= n_losses && (n_losses > 1 || is_full)) wish = end;
+      wish = lockstep::all_reduce_value(wish, lockstep::ReduceOp::max);
+      lockstep::count_step();
+      if (wish == end) break;
+      if (is_victim && step == 3) std::raise(SIGKILL);
+      if (wish == none) continue;
+    } catch (const lockstep::PeerLost&) {
+    } catch (const lockstep::PeerFailed&) {
+    }
+    n_lost += lockstep::regroup().lost.size();
+  }
+  lockstep::barrier();
+}
+
+void meet_newcomers(const std::string& how) {
+  lockstep::init_dist();
+  if (is_replacement()) std::_Exit(7);
+  take_steps(/*n_losses=*/4, [&] {
+    if (how == "unfit") std::fesetround(FE_UPWARD);
+  });
+  say("done");
+}
+
+void replace_a_hanging_process(const char* file) {
+  if (is_replacement() && !std::filesystem::exists(file)) {
+    std::ofstream(file) << "hangs";
+    stay();
+  }
+  lockstep::init_dist();
+  take_steps(/*n_losses=*/1);
+  say("done");
+}
+
+void work_after_the_end(bool finishes) {
+  lockstep::init_dist({.timeout = milliseconds(500)});
+  lockstep::barrier();
+  lockstep::count_step();
+  lockstep::barrier();
+  if (finishes) lockstep::internal::finish_elastic();
+  if (std::getenv("RANK") == std::string("2")) std::raise(SIGKILL);
+  if (lockstep::get_rank() != 0) return;
+  std::this_thread::sleep_for(milliseconds(3000));
+  say("the work is done");
+}
+
 /// The first process of place 1 ends; the others see it.
-void lose_place_1() {
+void lose_place_1(bool is_killed = true) {
   lockstep::init_dist();
   if (std::getenv("RANK") == std::string("1")) {
     if (is_replacement()) std::_Exit(3);
     lockstep::barrier();
+    if (!is_killed) std::_Exit(0);
     std::raise(SIGKILL);
   }
   lockstep::barrier();
@@ -356,8 +423,7 @@ void ask_from_fork() {
 }
 
 void go_on_after_refusal() {
-  if (is_replacement()) std::_Exit(3);
-  lose_place_1();
+  lose_place_1(/*is_killed=*/false);  // it gets no replacement then
   try {
     lockstep::regroup();
   } catch (const lockstep::EngineError& error) {
@@ -407,6 +473,9 @@ int main(int argc, char** argv) {
     if (mode == "fork") ask_from_fork();
     if (mode == "refused") go_on_after_refusal();
     if (mode == "left") leave_and_work();
+    if (mode == "newcomers" && argc > 2) meet_newcomers(argv[2]);
+    if (mode == "hang" && argc > 2) replace_a_hanging_process(argv[2]);
+    if (mode == "end") work_after_the_end(argc > 2);
     if (mode == "boundary") {
       lockstep::init_dist();
       int step = lockstep::get_rank();

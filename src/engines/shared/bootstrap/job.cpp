@@ -77,12 +77,16 @@ bool Job::has_completed_step() const noexcept {
   return segment_->header().n_steps.load(std::memory_order_relaxed) > 0;
 }
 
+std::string Job::failure_of(int rank) const {
+  const RankBlock& block = segment_->rank(rank);
+  const bool has_failed = block.state.load(std::memory_order_acquire) == RankState::failed;
+  return has_failed ? std::string(base::text_in(block.failure)) : std::string();
+}
+
 std::string Job::ending_of(int rank) const {
   const RankBlock& block = segment_->rank(rank);
-  std::string text;
-  if (block.state.load(std::memory_order_acquire) == RankState::failed) {
-    text = fmt::format("failed: {}", base::text_in(block.failure));
-  }
+  std::string text = failure_of(rank);
+  if (!text.empty()) text.insert(0, "failed: ");
   const int status = block.wait_status_plus_one.load(std::memory_order_acquire);
   if (status != 0) text += (text.empty() ? "" : ", and ") + describe_wait_status(status - 1);
   return text;

@@ -47,7 +47,9 @@ class Job {
   void set_waiting(int n) noexcept;
   /// Whether the ranks have completed a step.
   bool has_completed_step() const noexcept;
-  /// The exception with which a rank left, or how its process ended; empty: it runs.
+  /// The exception with which a rank left; empty: none.
+  std::string failure_of(int rank) const;
+  /// The same, or how its process ended; empty: it runs.
   std::string ending_of(int rank) const;
   /// Whether any rank joined a world, over any engine.
   bool has_joined_rank() const noexcept;
