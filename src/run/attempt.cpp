@@ -306,14 +306,16 @@ void Attempt::serve(int rank) {
     case shared::LauncherRequest::Kind::closed: socket.reset(); return;
     case shared::LauncherRequest::Kind::next_world: break;
   }
+  asking.request = question.number;
   if (elastic_) {
-    if (phase_ != Phase::running) return shared::refuse(socket.get(), 0, "it is ending");
+    if (phase_ != Phase::running)
+      return shared::refuse(socket.get(), question.number, 0, "it is ending");
     read_progress();
     asking.requester = process_of(rank);
     asking.last_generation = question.last_generation;
     asking.waits = elastic_->asked(rank, question.limit, Clock::now());
     if (!asking.waits) {
-      shared::refuse(socket.get(), 0,
+      shared::refuse(socket.get(), question.number, 0,
                      "this rank left its world, and the others went on without it");
     }
     return;
@@ -321,9 +323,9 @@ void Attempt::serve(int rank) {
   try {
     answer(rank);
   } catch (const SystemError& error) {
-    shared::refuse(socket.get(), error.error_number(), error.text());
+    shared::refuse(socket.get(), question.number, error.error_number(), error.text());
   } catch (const std::bad_alloc&) {
-    shared::refuse(socket.get(), ENOMEM, "no memory for its segment");
+    shared::refuse(socket.get(), question.number, ENOMEM, "no memory for its segment");
   }
 }
 
@@ -336,7 +338,7 @@ void Attempt::answer(int rank) {
   }
   asking.requester = process_of(rank);
   generations_.enter(rank, next);
-  shared::answer(asking.socket.get(), worlds_.at(next).job->fd(),
+  shared::answer(asking.socket.get(), asking.request, worlds_.at(next).job->fd(),
                  {.rank = rank, .size = context_.options.n_ranks});
   worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
 }

@@ -85,6 +85,7 @@ class Attempt {
     ChildGroup process{};
     base::UniqueFd socket{};           ///< the launcher's end: see launcher_socket.hpp
     std::optional<pid_t> requester{};  ///< the process that has left a world and asked for the next
+    std::uint64_t request = 0;         ///< the number of that request
     std::int64_t last_generation = -1;  ///< of that process, when it asked
     int first_generation = 0;           ///< in which this process was a rank; -1: it waits for one
     bool is_late = false;               ///< it is killed, and counts as lost already

@@ -147,7 +147,7 @@ void Attempt::form(const std::vector<int>& places) {
       const int first = ranks_[static_cast<std::size_t>(places[other])].first_generation;
       if (first > rank.last_generation) answer.joined.push_back(static_cast<int>(other));
     }
-    shared::answer(rank.socket.get(), next.job->fd(), answer);
+    shared::answer(rank.socket.get(), rank.request, next.job->fd(), answer);
     ranks_[static_cast<std::size_t>(places[r])].waits = false;
   }
   const auto n_ranks = static_cast<std::int64_t>(places.size());
@@ -177,7 +177,7 @@ void Attempt::give_up(const std::string& why) {
 /// Answers the ranks that wait for the next generation: there is none.
 void Attempt::refuse_all(std::string_view why) {
   for (Rank& rank : ranks_) {
-    if (rank.waits) shared::refuse(rank.socket.get(), /*error_number=*/0, why);
+    if (rank.waits) shared::refuse(rank.socket.get(), rank.request, /*error_number=*/0, why);
     rank.waits = false;
   }
 }

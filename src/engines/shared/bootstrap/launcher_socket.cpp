@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -27,6 +28,7 @@ constexpr std::uint64_t kNextWorld = 0x646c726f77747865ULL;
 
 struct Request {
   std::uint64_t request;
+  std::uint64_t number;
   std::int64_t limit_ms;
   std::int64_t last_generation;
 };
@@ -35,6 +37,7 @@ struct Request {
 /// follow.
 struct LauncherReply {
   std::uint64_t request;
+  std::uint64_t number;  ///< of the request
   std::int32_t is_refused;
   std::int32_t error_number;
   std::int32_t rank;
@@ -64,9 +67,11 @@ void append(std::vector<std::byte>& bytes, const T* data, std::size_t n) {
   bytes.insert(bytes.end(), first, first + n * sizeof(T));
 }
 
-/// Waits until the socket can be read. Returns false if the limit passed first.
-bool wait_for_answer(int socket, milliseconds limit) {
-  const auto end = Clock::now() + std::min<milliseconds>(limit, std::chrono::hours(24 * 365));
+/// No limit, and still no overflow.
+constexpr milliseconds kYear = std::chrono::hours(24 * 365);
+
+/// Waits until the socket can be read. Returns false if `end` comes first.
+bool wait_for_answer(int socket, Clock::time_point end) {
   while (true) {
     pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
     const auto left = std::chrono::ceil<milliseconds>(end - Clock::now()).count();
@@ -89,7 +94,9 @@ LauncherSocket make_launcher_socket() {
 NextWorld request_next_world(int socket, int rank, std::int64_t last_generation, bool is_elastic,
                              const Call& barrier) {
   const ErrorContext context = context_of(barrier, rank);
+  static std::atomic<std::uint64_t> n_requests{0};
   const Request request{.request = kNextWorld,
+                        .number = ++n_requests,
                         .limit_ms = barrier.timeout.count(),
                         .last_generation = last_generation};
   if (::send(socket, &request, sizeof request, MSG_NOSIGNAL) != sizeof request) {
@@ -100,19 +107,27 @@ NextWorld request_next_world(int socket, int rank, std::int64_t last_generation,
             "inherited; close only descriptors that the program opened",
             socket));
   }
-  if (!wait_for_answer(socket, is_elastic ? milliseconds::max() : barrier.timeout)) {
-    throw TimeoutError(
-        context, fmt::format("`lockstep run` gave this rank no other world within {:g} s; is it "
-                             "stopped?",
-                             std::chrono::duration<double>(barrier.timeout).count()));
-  }
+  const auto end = Clock::now() + std::min<milliseconds>(
+                                      is_elastic ? milliseconds::max() : barrier.timeout, kYear);
   std::vector<std::byte> bytes(kAnswerBytes);
   NextWorld next;
-  const ssize_t n = base::receive_with_fd(socket, bytes.data(), bytes.size(), next.segment);
+  ssize_t n = 0;
   LauncherReply answer{};
-  if (n >= static_cast<ssize_t>(sizeof answer)) {
-    std::memcpy(&answer, bytes.data(), sizeof answer);
-  }
+  do {
+    if (!wait_for_answer(socket, end)) {
+      throw TimeoutError(
+          context, fmt::format("`lockstep run` gave this rank no other world within {:g} s; is it "
+                               "stopped?",
+                               std::chrono::duration<double>(barrier.timeout).count()));
+    }
+    next.segment.reset();
+    n = base::receive_with_fd(socket, bytes.data(), bytes.size(), next.segment);
+    answer = {};
+    if (n >= static_cast<ssize_t>(sizeof answer)) {
+      std::memcpy(&answer, bytes.data(), sizeof answer);
+    }
+    // An earlier request has ended by its limit before its answer came.
+  } while (answer.request == kNextWorld && answer.number != request.number);
   if (answer.request != kNextWorld || answer.n_lost > kMostLost || answer.n_joined > kMostJoined ||
       static_cast<std::size_t>(n) !=
           sizeof answer + answer.n_lost * sizeof(Lost) + answer.n_joined * sizeof(std::int32_t)) {
@@ -144,19 +159,25 @@ NextWorld request_next_world(int socket, int rank, std::int64_t last_generation,
 
 LauncherRequest receive_request(int socket) noexcept {
   using Kind = LauncherRequest::Kind;
-  Request request{};
-  const ssize_t n = ::recv(socket, &request, sizeof request, MSG_DONTWAIT);
-  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return {.kind = Kind::none};
-  if (n <= 0) return {.kind = Kind::closed};
-  const bool is_question = n == sizeof request && request.request == kNextWorld;
-  return {.kind = is_question ? Kind::next_world : Kind::none,
-          .limit = milliseconds(request.limit_ms),
-          .last_generation = request.last_generation};
+  LauncherRequest newest{.kind = Kind::none};
+  while (true) {
+    Request request{};
+    const ssize_t n = ::recv(socket, &request, sizeof request, MSG_DONTWAIT);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && errno == EAGAIN) return newest;
+    if (n <= 0) return {.kind = Kind::closed};
+    if (n != sizeof request || request.request != kNextWorld) continue;
+    newest = {.kind = Kind::next_world,
+              .number = request.number,
+              .limit = milliseconds(request.limit_ms),
+              .last_generation = request.last_generation};
+  }
 }
 
-void answer(int socket, int segment, const NextWorld& next) noexcept try {
+void answer(int socket, std::uint64_t number, int segment, const NextWorld& next) noexcept try {
   LauncherReply given{
       .request = kNextWorld,
+      .number = number,
       .is_refused = 0,
       .error_number = 0,
       .rank = next.rank,
@@ -171,12 +192,13 @@ void answer(int socket, int segment, const NextWorld& next) noexcept try {
   append(bytes, next.joined.data(), given.n_joined);
   base::send_with_fd(socket, bytes.data(), bytes.size(), segment);
 } catch (const std::bad_alloc&) {
-  refuse(socket, ENOMEM, "no memory for the answer");
+  refuse(socket, number, ENOMEM, "no memory for the answer");
 }
 
-void refuse(int socket, int error_number, std::string_view text) noexcept {
+void refuse(int socket, std::uint64_t number, int error_number, std::string_view text) noexcept {
   LauncherReply given{};
   given.request = kNextWorld;
+  given.number = number;
   given.is_refused = 1;
   given.error_number = error_number;
   base::copy_text(given.text, text);

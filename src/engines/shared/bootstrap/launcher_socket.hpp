@@ -13,9 +13,11 @@
 /// has left its world asks for the next one; the launcher answers with the segment that all ranks
 /// which ask for the same world get: at once, or with --elastic when all of them have asked.
 ///
-/// One request and one reply at a time, each a single message, which arrives entirely or not at
-/// all. Only the rank's own process sends requests: programs that it starts do not inherit the
-/// socket, and a fork of it finds the rank already taken in the segment.
+/// Each request and each reply is a single message, which arrives entirely or not at all. A request
+/// has a number, which its reply repeats: a rank whose request has ended by its limit may ask
+/// again, and the launcher answers its newest request. Only the rank's own process sends requests:
+/// programs that it starts do not inherit the socket, and a fork of it finds the rank already taken
+/// in the segment.
 namespace lockstep::shared {
 
 /// Two ends; both are closed on exec. Throws SystemError.
@@ -56,15 +58,16 @@ NextWorld request_next_world(int socket, int rank, std::int64_t last_generation,
 struct LauncherRequest {
   enum class Kind : std::uint8_t { none, next_world, closed };
   Kind kind;
+  std::uint64_t number = 0;
   std::chrono::milliseconds limit{};  ///< of the rank
   std::int64_t last_generation = -1;
 };
 
-/// Does not wait. closed: the rank and its forks have closed their end.
+/// The newest that has come. Does not wait. closed: the rank and its forks have closed their end.
 LauncherRequest receive_request(int socket) noexcept;
-/// Both drop the reply if the rank is gone. `segment`: of next.
-void answer(int socket, int segment, const NextWorld& next) noexcept;
+/// Both drop the reply if the rank is gone. `number`: of the request. `segment`: of next.
+void answer(int socket, std::uint64_t number, int segment, const NextWorld& next) noexcept;
 /// error_number 0: the job ends, and `text` says why.
-void refuse(int socket, int error_number, std::string_view text) noexcept;
+void refuse(int socket, std::uint64_t number, int error_number, std::string_view text) noexcept;
 
 }  // namespace lockstep::shared
