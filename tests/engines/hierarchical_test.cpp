@@ -595,12 +595,19 @@ TEST(HierarchicalTest, a_late_rank_is_named_on_all_hosts) {
 /// Processes over one inherited segment, which stands for the network between hosts.
 class HierarchicalProcessTest : public testing::Test {
  protected:
-  std::vector<int> run(int n, const std::function<void(std::unique_ptr<Engine>)>& body) {
+  /// separate_pids: each process is in a PID namespace of its own.
+  std::vector<int> run(int n, const std::function<void(std::unique_ptr<Engine>)>& body,
+                       bool separate_pids = false) {
+    const base::UniqueFd here(::open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC));
     shared::Job job(n);
     std::fflush(nullptr);
     std::vector<pid_t> pids;
     for (int rank = 0; rank < n; ++rank) {
+      EXPECT_EQ(separate_pids ? ::unshare(CLONE_NEWPID) : 0, 0);
       pids.push_back(::fork());
+      if (pids.back() != 0) {
+        EXPECT_EQ(separate_pids ? ::setns(here.get(), CLONE_NEWPID) : 0, 0);
+      }
       if (pids.back() != 0) continue;
       ::alarm(60);
       int code = 0;
@@ -654,6 +661,18 @@ TEST_F(HierarchicalProcessTest, more_ranks_than_connections_may_wait_are_one_hos
     EXPECT_EQ(find_hosts(*outer, call), Hosts(kRanks, 0));
   });
   EXPECT_EQ(statuses, std::vector<int>(kRanks, 0));
+}
+
+TEST_F(HierarchicalProcessTest, pid_namespaces_are_hosts) {
+  if (const auto why = test::missing_namespaces(); !why.empty()) GTEST_SKIP() << why;
+  const auto statuses = run(
+      5,
+      [](std::unique_ptr<Engine> outer) {
+        EXPECT_EQ(::getpid(), 1);
+        EXPECT_EQ(find_hosts(*outer, barrier_call()), (Hosts{0, 1, 2, 3, 4}));
+      },
+      /*separate_pids=*/true);
+  EXPECT_EQ(statuses, std::vector<int>(5, 0));
 }
 
 TEST_F(HierarchicalProcessTest, network_namespaces_are_hosts) {

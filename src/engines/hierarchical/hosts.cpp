@@ -13,13 +13,15 @@
 
 #include "base/abstract_socket.hpp"
 #include "base/fd.hpp"
+#include "base/process.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
 
 /// A rank's host id.
 struct HostId {
-  std::array<char, 40> boot_id{};  // empty: unknown, treated as a separate host
+  std::array<char, 40> boot_id{};   // empty: unknown, treated as a separate host
+  std::uint64_t pid_namespace = 0;  // 0: unknown
   std::uint64_t nonce = 0;
   std::int32_t pid = 0;
 };
@@ -42,11 +44,11 @@ base::UniqueFd open_socket() {
 }
 
 /// A listening socket, to which ranks of this host can connect by the nonce while it is open.
-base::UniqueFd listen_for_probe(std::uint64_t nonce) {
+base::UniqueFd listen_for_probe(std::uint64_t nonce, int n_ranks) {
   base::UniqueFd fd = open_socket();
   const base::AbstractAddress address = address_of(nonce);
   if (::bind(fd.get(), address.get(), address.n_bytes()) != 0 ||
-      ::listen(fd.get(), /*backlog=*/1) != 0) {
+      ::listen(fd.get(), /*backlog=*/n_ranks) != 0) {
     throw SystemError({.operation = "init_dist"}, errno, "cannot listen at a Unix socket");
   }
   return fd;
@@ -78,18 +80,23 @@ std::uint64_t draw_nonce() {
 std::vector<int> find_hosts(Engine& global, const Call& call) {
   HostId mine;
   mine.boot_id = boot_id();
+  mine.pid_namespace = base::namespace_of("pid");
   mine.nonce = draw_nonce();
   mine.pid = ::getpid();
   // Open before any rank can know the nonce, and until all ranks have probed for it.
-  const base::UniqueFd probe_listener = listen_for_probe(mine.nonce);
+  const base::UniqueFd probe_listener = listen_for_probe(mine.nonce, global.size());
   const std::vector<HostId> ids = gather_values(global, call, mine);
   // The connections are never accepted, and the system limits the backlog (net.core.somaxconn). So
-  // each rank connects only to the next lower rank of its host, and gets at most one connection
-  // itself.
+  // each rank connects only to lower ranks in its own PID namespace, of which the next is on its
+  // host: a listener gets at most one connection. Only where /proc does not tell the namespaces, a
+  // listener may get one of every higher rank.
   int next_lower = global.rank() - 1;
   for (; next_lower >= 0; --next_lower) {
     const HostId& id = ids[static_cast<std::size_t>(next_lower)];
-    if (mine.boot_id[0] != '\0' && id.boot_id == mine.boot_id && is_same_host(id)) break;
+    if (mine.boot_id[0] != '\0' && id.boot_id == mine.boot_id &&
+        id.pid_namespace == mine.pid_namespace && is_same_host(id)) {
+      break;
+    }
   }
   std::vector<int> hosts = gather_values(global, call, next_lower);
   for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
