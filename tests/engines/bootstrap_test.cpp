@@ -263,6 +263,66 @@ TEST_F(BootstrapTest, a_rank_that_rank_0_has_not_accepted_yet_is_told_who_died) 
   expect_all_pass();
 }
 
+TEST_F(BootstrapTest, rank_0_that_is_stopped_is_named_at_the_limit) {
+  const pid_t leader = start_rank(0, 2, [] { expect_refusal<PeerLost>({"rank 1 (process "}); });
+  wait_for_sockets(1);
+  EXPECT_TRUE(test::wait_until_asleep(leader));
+  ::kill(leader, SIGSTOP);
+  EXPECT_TRUE(test::wait_until([leader] { return test::thread_state(leader) == 'T'; }));
+  const pid_t follower = start_rank(1, 2, [leader] {
+    expect_refusal<TimeoutError>(
+        {fmt::format("rank 0 (process {}) is stopped by a signal or a debugger, and has sent "
+                     "nothing for ",
+                     leader),
+         fmt::format(" s, with a limit of 0.5 s; kill -CONT {}", leader)},
+        milliseconds(500));
+  });
+  EXPECT_EQ(wait_for(follower), 0);
+  ::kill(leader, SIGCONT);
+  expect_all_pass();
+}
+
+TEST_F(BootstrapTest, a_rank_waits_for_its_own_rank_0_if_another_job_has_the_name) {
+  const auto sum = [] {
+    init_dist();
+    EXPECT_EQ(sum_of_ranks(), 1);
+  };
+  {  // the other job's rank 0 is complete without it
+    base::UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    const sockaddr_un address = address_of(name());
+    ASSERT_EQ(::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), bytes_of(name())),
+              0);
+    ASSERT_EQ(::listen(listener.get(), 1), 0);
+    start_rank(1, 2, sum);
+    const base::UniqueFd rank(::accept(listener.get(), nullptr, nullptr));
+    listener.reset();
+    bootstrap_protocol::Hello hello{};
+    EXPECT_EQ(::recv(rank.get(), &hello, sizeof hello, 0), static_cast<ssize_t>(sizeof hello));
+    bootstrap_protocol::Reply reply{};
+    reply.greeting = bootstrap_protocol::kGreeting;
+    reply.failure = bootstrap_protocol::kOtherRanks;
+    EXPECT_EQ(::send(rank.get(), &reply, sizeof reply, 0), static_cast<ssize_t>(sizeof reply));
+  }
+  start_rank(0, 2, sum);
+  expect_all_pass();
+}
+
+TEST_F(BootstrapTest, rank_0_tells_others_that_its_ranks_are_complete) {
+  const auto join = [] { init_dist(); };
+  start_rank(0, 2, join);
+  wait_for_sockets(1);
+  base::UniqueFd other(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const sockaddr_un address = address_of(name());
+  ASSERT_EQ(::connect(other.get(), reinterpret_cast<const sockaddr*>(&address), bytes_of(name())),
+            0);
+  start_rank(1, 2, join);
+  bootstrap_protocol::Reply reply{};
+  EXPECT_EQ(::recv(other.get(), &reply, sizeof reply, 0), static_cast<ssize_t>(sizeof reply));
+  EXPECT_EQ(reply.failure, bootstrap_protocol::kOtherRanks);
+  other.reset();
+  expect_all_pass();
+}
+
 TEST_F(BootstrapTest, a_rank_killed_after_the_bootstrap_is_lost) {
   const pid_t victim = start_rank(1, 3, [] {
     init_dist();

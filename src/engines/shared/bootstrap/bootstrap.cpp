@@ -10,6 +10,7 @@
 
 #include "base/fd.hpp"
 #include "base/fd_message.hpp"
+#include "base/process.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
 #include "engines/shared/bootstrap/bootstrap_common.hpp"
@@ -25,10 +26,13 @@ class Follower : Bootstrap {
   using Bootstrap::Bootstrap;
 
   std::shared_ptr<Membership> run() {
-    find_leader();
-    send_hello();
     base::UniqueFd segment_fd;
-    const Reply reply = receive(segment_fd);
+    Reply reply{};
+    do {
+      find_leader();
+      send_hello();
+      reply = receive(segment_fd);
+    } while (reply.failure == kOtherRanks);
     if (reply.failure != 0) {
       fail(static_cast<Kind>(reply.failure - 1), std::string(base::text_in(reply.text)),
            reply.error_number);
@@ -70,6 +74,7 @@ class Follower : Bootstrap {
       std::this_thread::sleep_for(kRetryEvery);
     }
     leader_ = base::peer_of(socket_.get());
+    leader_start_ = base::process_start_time(leader_.pid);
     refuse_other_user(leader_);
   }
 
@@ -89,22 +94,24 @@ class Follower : Bootstrap {
     ::send(socket_.get(), &hello, sizeof hello, MSG_NOSIGNAL);
   }
 
-  [[noreturn]] void throw_leader_lost() const {
-    fail(Kind::peer_lost,
-         fmt::format("rank {} (process {}) died or timed out before all {} ranks connected",
-                     number_of(0), leader_.pid, n_ranks_));
-  }
-
   Reply receive(base::UniqueFd& segment_fd) {
     pollfd entry{.fd = socket_.get(), .events = POLLIN, .revents = 0};
     while (::poll(&entry, 1, milliseconds_to(deadline_ + kReportTime)) <= 0) {
       while_waiting_();
-      if (Clock::now() < deadline_ + kReportTime) continue;
-      fail(
-          Kind::timeout,
-          fmt::format(
-              "rank {} (process {}) has connected, but has sent nothing for {:g} s; is it stopped?",
-              number_of(0), leader_.pid, limit_seconds()));
+      const bool is_stopped =
+          base::process_state(leader_.pid, leader_start_) == base::ProcessState::stopped;
+      // A leader that runs reports at its own deadline, which may be later by the time that this
+      // rank took to begin.
+      if (Clock::now() < deadline_ + (is_stopped ? milliseconds(0) : kReportTime)) continue;
+      const auto waited = duration_cast<milliseconds>(Clock::now() - begin_);
+      fail(Kind::timeout,
+           fmt::format("rank {} (process {}) {} for {:.1f} s, with a limit of {:g} s; {}",
+                       number_of(0), leader_.pid,
+                       is_stopped ? "is stopped by a signal or a debugger, and has sent nothing"
+                                  : "has sent nothing",
+                       std::chrono::duration<double>(waited).count(), limit_seconds(),
+                       is_stopped ? fmt::format("kill -CONT {}", leader_.pid)
+                                  : std::string("is it stopped?")));
     }
     Reply reply{};
     ssize_t n = base::receive_with_fd(socket_.get(), &reply, sizeof reply, segment_fd);
@@ -112,7 +119,10 @@ class Follower : Bootstrap {
     if (n < 0 && errno == ECONNRESET) {
       n = base::receive_with_fd(socket_.get(), &reply, sizeof reply, segment_fd);
     }
-    if (n != sizeof reply) throw_leader_lost();
+    if (n != sizeof reply) {
+      fail(Kind::peer_lost, fmt::format("rank {} (process {}) died before all {} ranks connected",
+                                        number_of(0), leader_.pid, n_ranks_));
+    }
     if (reply.greeting != kGreeting) {
       fail(Kind::mismatch,
            fmt::format("process {} at @{} does not respond as rank {} of this version of lockstep",
@@ -123,6 +133,8 @@ class Follower : Bootstrap {
 
   base::UniqueFd socket_;
   ucred leader_{};
+  std::uint64_t leader_start_ = 0;
+  Clock::time_point begin_ = Clock::now();
 };
 
 }  // namespace

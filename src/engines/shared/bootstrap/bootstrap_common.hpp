@@ -29,6 +29,7 @@ using Kind = internal::Failure::Kind;
 
 inline constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;
 inline constexpr std::string_view kJoined = "!";
+inline constexpr std::uint32_t kOtherRanks = ~0U;
 inline constexpr milliseconds kRetryEvery{5};
 /// Longest time for rank 0's report to arrive; rank 0 knows more than a member.
 inline constexpr milliseconds kReportTime{2000};
@@ -54,7 +55,9 @@ struct Hello {
 /// has joined the segment (kJoined), or why not.
 struct Reply {
   std::uint64_t greeting;
-  std::uint32_t failure;  ///< 1 + its kind; 0: none, and the segment's descriptor is attached
+  /// 1 + its kind; 0: none, and the segment's descriptor is attached; kOtherRanks: these ranks were
+  /// complete without the member, whose own rank 0 comes after them (two jobs of one name).
+  std::uint32_t failure;
   std::int32_t error_number;
   std::uint64_t nonce;
   std::array<char, 1024> text;

@@ -189,8 +189,8 @@ class Leader : Bootstrap {
         missing.size() == 1 ? "it" : "they", number_of(0), job_);
   }
 
-  void send_failure_to_all(Kind kind, const std::string& text) {
-    const Reply reply = refusal(kind, text);
+  /// Ends the bootstrap for ranks that are not connected yet.
+  void close_listener(const Reply& reply) {
     ::shutdown(listener_.get(), SHUT_RD);  // before any rank can retry; ranks in its queue remain
     while (const base::UniqueFd queued{
         ::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK)}) {
@@ -198,6 +198,11 @@ class Leader : Bootstrap {
       ::send(queued.get(), &reply, sizeof reply, MSG_NOSIGNAL);
     }
     listener_.reset();
+  }
+
+  void send_failure_to_all(Kind kind, const std::string& text) {
+    const Reply reply = refusal(kind, text);
+    close_listener(reply);
     for (const Member& member : members_) {
       if (member.socket) ::send(member.socket.get(), &reply, sizeof reply, MSG_NOSIGNAL);
     }
@@ -254,7 +259,10 @@ class Leader : Bootstrap {
   /// From here on, failures are visible in the segment, which rank 0 has joined; only the death of
   /// a rank before it has joined would not be visible there.
   void send_segment(const Membership& membership) {
-    listener_.reset();  // a rank that has joined may already start another bootstrap
+    // At once: a rank that has joined may already start another bootstrap.
+    const Reply others{
+        .greeting = kGreeting, .failure = kOtherRanks, .error_number = 0, .nonce = 0, .text = {}};
+    if (listener_) close_listener(others);
     Segment& segment = membership.segment();
     const Reply reply{.greeting = kGreeting,
                       .failure = 0,
@@ -262,7 +270,10 @@ class Leader : Bootstrap {
                       .nonce = segment.header().nonce,
                       .text = {}};
     for (const Member& member : members_) {
-      if (member.rank < 0) continue;
+      if (member.rank < 0) {
+        ::send(member.socket.get(), &others, sizeof others, MSG_NOSIGNAL);
+        continue;
+      }
       // A dead peer is detected below.
       base::send_with_fd(member.socket.get(), &reply, sizeof reply, segment.fd());
     }
