@@ -61,8 +61,9 @@ Idx read_idx(fs::path path, std::size_t n_dims) {
     const int n_read = gzread(file.get(), bytes.data() + begin, static_cast<unsigned>(n));
     bytes.resize(begin + static_cast<std::size_t>(std::max(n_read, 0)));
     int status = Z_OK;
-    const char* const error = gzerror(file.get(), &status);
-    if (status != Z_OK) fail(path, bytes.size(), error);
+    std::string_view error = gzerror(file.get(), &status);
+    if (error.starts_with(path.string() + ": ")) error.remove_prefix(path.string().size() + 2);
+    if (status != Z_OK) fail(path, bytes.size(), std::string(error));
     return n_read > 0;
   };
   // In steps, because a damaged header may announce more bytes than there is memory.

@@ -14,6 +14,7 @@
 
 #include "base/cpu_model.hpp"
 #include "base/cpus.hpp"
+#include "base/plural.hpp"
 #include "cli/parse.hpp"
 #include "cli/subcommands.hpp"
 #include "world/environment.hpp"
@@ -163,9 +164,10 @@ int bench(const std::vector<std::string>& arguments) {
     if (is_tuning) {
       const base::CpuModel cpu = base::cpu_model();
       if (rank == 0) {
-        fmt::print(stderr, "lockstep bench: {} ranks on {}, family {}, model {}, L2 {} KiB\n",
-                   plan.n_ranks, cpu.vendor_name().empty() ? "an unknown CPU" : cpu.vendor_name(),
-                   cpu.family, cpu.model, cpu.l2_bytes >> 10U);
+        fmt::print(stderr, "lockstep bench: {} rank{} on {}, family {}, model {}, L2 {} KiB\n",
+                   plan.n_ranks, base::plural(plan.n_ranks),
+                   cpu.vendor_name().empty() ? "an unknown CPU" : cpu.vendor_name(), cpu.family,
+                   cpu.model, cpu.l2_bytes >> 10U);
       }
       const std::string setting = bench::tuned(plan);
       if (rank == 0) fmt::print("{}\n", setting);

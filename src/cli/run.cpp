@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <lockstep/env.hpp>
+#include <lockstep/error.hpp>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -16,6 +17,7 @@
 #include "cli/parse.hpp"
 #include "cli/subcommands.hpp"
 #include "cli/trace/run_traced.hpp"
+#include "run/errors.hpp"
 #include "run/launch_ranks.hpp"
 #include "run/options.hpp"
 #include "run/rank_environment.hpp"
@@ -299,7 +301,11 @@ int run(const std::vector<std::string>& arguments) {
     return kUsageExitCode;
   }
   if (!log_dir.empty()) options.log_dir = log_dir;
-  options.env = Env::read();
+  try {
+    options.env = Env::read();
+  } catch (const UsageError& error) {  // names init_dist, which the program may not call
+    throw run::usage_error(error.text());
+  }
   options.elastic.start_limit = std::chrono::milliseconds(static_cast<long>(start_limit_s * 1000));
   options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
   if (app.count("--trace") == 0) return run::launch_ranks(options);

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/plural.hpp"
 #include "base/ticks.hpp"
 #include "cli/files.hpp"
 #include "cli/job_state.hpp"
@@ -108,7 +109,8 @@ std::string in_units(double bytes) {
 std::vector<std::string> table(const RunningJob& job, const shared::Segment& segment,
                                const JobSample& sample) {
   std::vector<std::string> lines = {
-      fmt::format("job {}: {} ranks{}: {}", job.launcher, segment.n_ranks(),
+      fmt::format("job {}: {} rank{}{}: {}", job.launcher, segment.n_ranks(),
+                  base::plural(segment.n_ranks()),
                   segment.header().is_elastic
                       ? fmt::format(", generation {}", segment.header().generation)
                       : "",
@@ -190,7 +192,7 @@ class Screen {
     if (lines.size() > most) {
       const std::size_t n_hidden = lines.size() - most + 1;
       lines.resize(most - 1);
-      lines.push_back(fmt::format("... and {} ranks more", n_hidden));
+      lines.push_back(fmt::format("... and {} more", n_hidden));
     }
     std::string text = n_drawn_ > 0 ? fmt::format("\x1b[{}A", n_drawn_) : "";
     for (const std::string& line : lines) {

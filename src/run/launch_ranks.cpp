@@ -13,6 +13,7 @@
 #include <string>
 
 #include "base/cpus.hpp"
+#include "base/plural.hpp"
 #include "run/attempt.hpp"
 #include "run/errors.hpp"
 #include "run/rank_environment.hpp"
@@ -34,11 +35,12 @@ rlimit raise_file_limit(const Options& options) {
   const rlim_t n_wanted = n_needed + (is_node_0 ? kMaxUnidentified : 0);
   if (before.rlim_cur >= n_wanted) return before;
   if (before.rlim_max < n_needed) {
-    throw usage_error(fmt::format(
-        "{} ranks{} need {} open files, and the limit is {}; raise it (ulimit -Hn, "
-        "/etc/security/limits.conf) or start fewer ranks",
-        options.n_ranks, is_node_0 ? fmt::format(" and {} nodes", options.nodes.n_nodes) : "",
-        n_needed, before.rlim_max));
+    throw usage_error(
+        fmt::format("{} rank{}{} need {} open files, and the limit is {}; raise it (ulimit -Hn, "
+                    "/etc/security/limits.conf) or start fewer ranks",
+                    options.n_ranks, base::plural(options.n_ranks),
+                    is_node_0 ? fmt::format(" and {} nodes", options.nodes.n_nodes) : "", n_needed,
+                    before.rlim_max));
   }
   const rlimit raised{.rlim_cur = std::min(n_wanted, before.rlim_max), .rlim_max = before.rlim_max};
   if (setrlimit(RLIMIT_NOFILE, &raised) != 0) throw system_error("cannot raise the file limit");

@@ -75,9 +75,10 @@ HelloReply validate_hello(const NodeMessage& hello, const NodesOptions& options,
                           const std::string& address, int n_restarts,
                           std::span<const int> ranks_of) {
   if (hello.protocol != kProtocol) {
-    return {Action::reject, fmt::format("a node at {} uses protocol {}, node 0 uses {}; use one "
-                                        "version of lockstep on all nodes",
-                                        address, hello.protocol, kProtocol)};
+    return {Action::reject,
+            fmt::format("a node that connected to {} uses protocol {}, node 0 uses {}; use one "
+                        "version of lockstep on all nodes",
+                        address, hello.protocol, kProtocol)};
   }
   if (!has_secret(hello, options.secret)) {
     return {Action::reject,

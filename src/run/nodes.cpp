@@ -148,6 +148,17 @@ class Link {
   int fd() const { return fd_.get(); }
   bool is_open() const { return static_cast<bool>(fd_); }
   void close() { fd_.reset(); }
+  /// The other end's address.
+  std::string peer() const {
+    sockaddr_storage address{};
+    socklen_t n_bytes = sizeof address;
+    auto* const generic = reinterpret_cast<sockaddr*>(&address);
+    std::array<char, NI_MAXHOST> host{};
+    const bool is_known =
+        ::getpeername(fd_.get(), generic, &n_bytes) == 0 &&
+        ::getnameinfo(generic, n_bytes, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST) == 0;
+    return is_known ? host.data() : "an unknown address";
+  }
 
   /// A message of some hundred bytes always fits into an idle connection's buffer.
   void send(const NodeMessage& message) {
@@ -220,7 +231,7 @@ void Nodes::reject_all(const std::string& text) {
 }
 
 void Nodes::reject(Link& link, const std::string& text) {
-  rejected_ = text;
+  rejected_ = fmt::format("{} (it connected from {})", text, link.peer());
   link.send(NodeMessage(Kind::rejected, text));
   link.close();
 }

@@ -136,6 +136,17 @@ TEST(DoctorTest, no_room_for_shared_memory) {
   expect_says(report, "shared memory", "MISSING", "mmap: Cannot allocate memory", "ulimit -v");
 }
 
+TEST(DoctorTest, a_misspelt_variable) {
+  const Report report =
+      examine("", {{"LOCKSTEP_TIMEOT", "3"}, {"LOCKSTEP_MPIX", "x"}, {"LOCKSTEP_HOME", "x"}});
+  EXPECT_EQ(report.exit_code, 0);
+  expect_says(report, "variables", "note", "LOCKSTEP_TIMEOT=3",
+              "lockstep does not read LOCKSTEP_MPIX: did you mean LOCKSTEP_MPI?");
+  expect_says(report, "variables", "note", "LOCKSTEP_TIMEOT=3",
+              "lockstep does not read LOCKSTEP_TIMEOT: did you mean LOCKSTEP_TIMEOUT?");
+  EXPECT_FALSE(contains(report.findings.at("variables").at("advice"), "HOME"));
+}
+
 TEST(DoctorTest, what_the_launcher_reported) {
   const std::map<std::string, std::string> mpich = {
       {"PMI_RANK", "1"}, {"PMI_SIZE", "3"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "3"}};

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include "base/plural.hpp"
 #include "cli/bench/bench.hpp"
 
 namespace lockstep::bench {
@@ -41,9 +42,10 @@ std::string_view name_of(Mode mode) {
 }
 
 std::string table_of(const Plan& plan, const std::vector<Row>& rows) {
-  std::string text = fmt::format("{} ranks, {}, {} buffers{}; median us of a call (p99), GB/s\n",
-                                 plan.n_ranks, name_of(plan.type), name_of(plan.mode),
-                                 plan.in_shared_memory ? " in shared memory" : "");
+  std::string text =
+      fmt::format("{} rank{}, {}, {} buffers{}; median us of a call (p99), GB/s\n", plan.n_ranks,
+                  base::plural(plan.n_ranks), name_of(plan.type), name_of(plan.mode),
+                  plan.in_shared_memory ? " in shared memory" : "");
   const Row* before = nullptr;
   for (const Row& row : rows) {
     if (before == nullptr || before->operation != row.operation ||

@@ -4,9 +4,13 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <iterator>
 #include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
+#include <numeric>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "cli/doctor/checks.hpp"
 #include "engines/catalog.hpp"
@@ -27,16 +31,52 @@ bool is_launcher_variable(std::string_view name) {
                      [&](auto prefix) { return name.starts_with(prefix); });
 }
 
+/// How many letters to insert, remove or replace.
+std::size_t distance(std::string_view from, std::string_view to) {
+  std::vector<std::size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), std::size_t{0});
+  for (const char letter : from) {
+    std::size_t diagonal = row[0]++;
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      const std::size_t replaced = diagonal + (letter == to[i] ? 0 : 1);
+      diagonal = row[i + 1];
+      row[i + 1] = std::min({replaced, diagonal + 1, row[i] + 1});
+    }
+  }
+  return row.back();
+}
+
+/// The variable that a misspelt one was meant to be; empty: it is none.
+std::string_view meant_by(std::string_view name) {
+  static constexpr std::array<std::string_view, 8> kNames = {
+      "LOCKSTEP_CHECK", "LOCKSTEP_TIMEOUT", "LOCKSTEP_RECORD_DIR", "LOCKSTEP_TRACE",
+      "LOCKSTEP_MPI",   "LOCKSTEP_TUNE",    "LOCKSTEP_NETWORK",    "LOCKSTEP_SIMD"};
+  for (const std::string_view known : kNames) {
+    const std::size_t n = distance(name, known);
+    if (n > 0 && n <= (known.size() > std::string_view("LOCKSTEP_12345").size() ? 2U : 1U)) {
+      return known;
+    }
+  }
+  return {};
+}
+
 Finding variables() {
   std::vector<std::string> seen;
+  std::string advice;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view text(*entry);
-    if (is_launcher_variable(text.substr(0, text.find('=')))) seen.emplace_back(text);
+    const std::string_view name = text.substr(0, text.find('='));
+    if (is_launcher_variable(name)) seen.emplace_back(text);
+    const std::string_view meant = meant_by(name);
+    if (meant.empty()) continue;
+    fmt::format_to(std::back_inserter(advice), "{}lockstep does not read {}: did you mean {}?",
+                   advice.empty() ? "" : " ", name, meant);
   }
   std::sort(seen.begin(), seen.end());
   std::string text;
   for (const std::string& variable : seen) text += (text.empty() ? "" : " ") + variable;
-  return {"variables", State::good, text.empty() ? "none set by a launcher" : text};
+  if (text.empty()) text = "none set by a launcher";
+  return {"variables", advice.empty() ? State::good : State::note, text, advice};
 }
 
 std::string text_of(const internal::World& world) {

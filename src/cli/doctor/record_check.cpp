@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/plural.hpp"
 #include "cli/files.hpp"
 #include "cli/subcommands.hpp"
 #include "record/flight_file.hpp"
@@ -155,11 +156,16 @@ std::vector<Record> read_all(const std::string& dir) {
     std::string text;
   };
   std::map<int, Found> found;
+  std::map<int, fs::path> unread;
   for (const auto& entry : fs::directory_iterator(dir, error)) {
     const fs::path& path = entry.path();
     if (const auto killed = rank_of(path.filename(), ".flight")) {
       if (!fs::is_regular_file(path)) continue;
-      if (auto text = internal::read_flight_file(path)) found[*killed] = {path, std::move(*text)};
+      if (auto text = internal::read_flight_file(path)) {
+        found[*killed] = {path, std::move(*text)};
+      } else {
+        unread[*killed] = path;
+      }
     } else if (const auto writer = rank_of(path.filename(), ".json")) {
       // A killed rank's flight file is newer than the JSON of that rank from an earlier job.
       found.try_emplace(*writer, Found{path, read_regular("lockstep doctor", path)});
@@ -167,6 +173,13 @@ std::vector<Record> read_all(const std::string& dir) {
   }
   if (error)
     reject("lockstep doctor", fmt::format("cannot read the folder '{}': {}", dir, error.message()));
+  for (const auto& [rank, path] : unread) {  // of a rank that has written its record itself: none
+    if (found.contains(rank)) continue;
+    reject("lockstep doctor",
+           fmt::format("'{}' is damaged, or another version of lockstep wrote it; remove it to "
+                       "read the others",
+                       path.string()));
+  }
   if (found.empty()) {
     reject("lockstep doctor",
            fmt::format("'{}' holds no rank-N.json. Records are written when a job fails that was "
@@ -399,7 +412,8 @@ int doctor_record(const std::string& dir) {
     present.push_back(record.rank);
     for (const auto& [name, rank] : record.groups) groups.insert(name);
   }
-  print("Job {} of {} ranks{} on {}: records of {}\n", first.job, first.world_size,
+  print("Job {} of {} rank{}{} on {}: records of {}\n", first.job, first.world_size,
+        base::plural(first.world_size),
         first.generation ? fmt::format(", generation {},", *first.generation) : "", first.host,
         ranks_in_words(present));
   print("{}", left_out);
