@@ -6,8 +6,6 @@
 #include <initializer_list>
 #include <utility>
 
-#include "base/plural.hpp"
-
 namespace lockstep::run {
 namespace {
 
@@ -204,8 +202,7 @@ ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
   // What ranks have completed needs no others: who is behind does the same, however few they are.
   if (n_ready < options_.least && !has_finished_rank_) {
     if (count({State::starting, State::scheduled, State::late}) == 0) {
-      actions.give_up = fmt::format("{} of at least {} rank{} {} left", n_ready, options_.least,
-                                    base::plural(options_.least), n_ready == 1 ? "is" : "are");
+      actions.give_up = fmt::format("{} of at least {} ranks are left", n_ready, options_.least);
     }
     return actions;
   }
