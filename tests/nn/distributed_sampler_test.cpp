@@ -159,5 +159,26 @@ TEST(DistributedSamplerTest, another_epoch_is_begun_after_load_if_it_is_set) {
   EXPECT_EQ(n_left(other), 10U);
 }
 
+TEST(DistributedSamplerTest, batches_that_workers_have_taken_ahead_are_not_skipped) {
+  constexpr std::size_t kSamples = 20, kBatch = 4, kAhead = 3;
+  const DistributedSamplerOptions options{.shuffle = false, .group = Group(), .n_ahead = kAhead};
+  DistributedSampler sampler(kSamples, options);
+  // As torch's loader with workers: some batches ahead, then one for each that it returns.
+  sampler.reset();
+  for (std::size_t i = 0; i < kAhead; ++i) sampler.next(kBatch);
+  for (std::size_t n_returned = 1; n_returned < kSamples / kBatch; ++n_returned) {
+    sampler.next(kBatch);
+    DistributedSampler resumed(kSamples, options);
+    std::istringstream stream(saved(sampler));
+    torch::serialize::InputArchive archive;
+    archive.load_from(stream);
+    resumed.load(archive);
+    resumed.reset();
+    const auto next = resumed.next(kBatch);
+    ASSERT_TRUE(next.has_value());
+    EXPECT_EQ(next->front(), n_returned * kBatch);
+  }
+}
+
 }  // namespace distributed_sampler_test
 }  // namespace lockstep::nn

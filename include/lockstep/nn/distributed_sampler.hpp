@@ -25,6 +25,9 @@ struct DistributedSamplerOptions {
   std::uint64_t seed = 0;  ///< the same on all ranks
   UnevenTail tail = UnevenTail::keep;
   Group group = default_group();  ///< only its rank and size are used: no communication
+  /// Batches that a loader with workers takes before it returns them: its max_jobs, by default
+  /// twice its workers. save() leaves them for the rest of the epoch.
+  std::size_t n_ahead = 0;
 };
 
 /// This rank's share of the indices of a data set, for torch::data::make_data_loader. Rank r gets
@@ -34,8 +37,8 @@ struct DistributedSamplerOptions {
 /// A data loader resets it in begin(): every pass is one epoch, starting with 0. Copies are one
 /// sampler: they share epoch and position, so that set_epoch, save and load of the sampler that a
 /// loader was given are about the loader's copy. After load the next pass is the rest of the epoch
-/// that was saved. A loader with workers takes batches before it returns them: those count as
-/// taken. Threads: one at a time, for all copies.
+/// that was saved, which with workers needs DistributedSamplerOptions::n_ahead. Threads: one at a
+/// time, for all copies.
 class DistributedSampler : public torch::data::samplers::Sampler<> {
  public:
   explicit DistributedSampler(std::size_t size, const DistributedSamplerOptions& options = {});
@@ -66,11 +69,13 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
     std::size_t next_epoch = 0;
     std::size_t epoch = 0;
     std::size_t n_taken = 0;
-    std::vector<std::size_t> indices{};  // of this rank
-    bool is_resumed = false;             // by load: the next reset resumes
+    std::vector<std::size_t> n_before{};  // each call of next in this epoch: n_taken then
+    std::vector<std::size_t> indices{};   // of this rank
+    bool is_resumed = false;              // by load: the next reset resumes
   };
 
   void begin_epoch(std::size_t epoch);
+  std::size_t n_returned() const;
 
   DistributedSamplerOptions options_;
   std::shared_ptr<State> state_;

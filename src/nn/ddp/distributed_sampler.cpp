@@ -36,6 +36,7 @@ void DistributedSampler::begin_epoch(std::size_t epoch) {
   State& state = *state_;
   state.epoch = epoch;
   state.n_taken = 0;
+  state.n_before.clear();
   state.is_resumed = false;
   const auto order = epoch_order(state.size, options_.shuffle, options_.seed, epoch);
   state.indices.resize(n_samples());
@@ -64,11 +65,23 @@ void DistributedSampler::reset(torch::optional<std::size_t> new_size) {
 torch::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
   State& state = *state_;
   const std::size_t n = std::min(batch_size, state.indices.size() - state.n_taken);
+  state.n_before.push_back(state.n_taken);
   if (n == 0) return {};
   const auto begin = state.indices.begin() + static_cast<std::ptrdiff_t>(state.n_taken);
   state.n_taken += n;
   state.is_resumed = false;
   return std::vector<std::size_t>(begin, begin + static_cast<std::ptrdiff_t>(n));
+}
+
+/// How many samples a loader has returned. One that takes batches ahead calls next as often when
+/// the epoch begins, until there is none, and then once for each batch that it returns.
+std::size_t DistributedSampler::n_returned() const {
+  const auto& calls = state_->n_before;
+  const auto last = std::find(calls.begin(), calls.end(), state_->indices.size());
+  const auto n_first = static_cast<std::size_t>(last - calls.begin()) + 1;
+  const std::size_t n_ahead = std::min(options_.n_ahead, n_first);
+  if (n_ahead == 0 || calls.empty()) return state_->n_taken;
+  return calls[calls.size() - std::min(n_ahead, calls.size())];
 }
 
 void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
@@ -78,7 +91,7 @@ void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("size", number(state_->size), /*is_buffer=*/true);
   archive.write("epoch", number(state_->epoch), /*is_buffer=*/true);
   archive.write("next_epoch", number(state_->next_epoch), /*is_buffer=*/true);
-  archive.write("n_taken", number(state_->n_taken), /*is_buffer=*/true);
+  archive.write("n_taken", number(n_returned()), /*is_buffer=*/true);
   archive.write("n_samples", number(state_->indices.size()), /*is_buffer=*/true);
   archive.write("n_ranks", number(static_cast<std::size_t>(options_.group.size())),
                 /*is_buffer=*/true);
