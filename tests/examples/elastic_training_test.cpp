@@ -1,9 +1,12 @@
 #include <gtest/gtest.h>
 
+#include <fmt/format.h>
 #include <algorithm>
 #include <cmath>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -26,10 +29,19 @@ class ElasticTrainingTest : public testing::Test {
  protected:
   Trained train(const std::vector<std::string>& options, int n_steps,
                 const std::vector<std::string>& mode) {
+    std::vector<std::string> arguments{std::to_string(n_steps)};
+    arguments.insert(arguments.end(), mode.begin(), mode.end());
+    return train_program({ELASTIC_TRAINING, LOCKSTEP_DIGITS}, options, n_steps, arguments);
+  }
+
+  /// program: with the arguments before the file for the parameters.
+  Trained train_program(const std::vector<std::string>& program,
+                        const std::vector<std::string>& options, int n_steps,
+                        const std::vector<std::string>& mode) {
     const std::string out = folder_ / ("parameters-" + std::to_string(n_trainings_++));
     std::vector<std::string> arguments = options;
-    arguments.insert(arguments.end(),
-                     {ELASTIC_TRAINING, LOCKSTEP_DIGITS, out, std::to_string(n_steps)});
+    arguments.insert(arguments.end(), program.begin(), program.end());
+    arguments.push_back(out);
     arguments.insert(arguments.end(), mode.begin(), mode.end());
     Trained trained{.ended = run(arguments), .bits = {}, .parameters = {}};
     const std::string steps = ": " + std::to_string(n_steps) + " steps, parameters ";
@@ -132,6 +144,148 @@ TEST_F(ElasticTrainingTest, without_elastic_a_loss_ends_the_training) {
   EXPECT_EQ(ended.ended.exit_code, 128 + SIGKILL) << ended.ended.out;
   EXPECT_TRUE(contains(ended.ended.err, "rank 3 was killed by signal 9 (SIGKILL)"))
       << ended.ended.err;
+}
+
+// --- the table of programs and points of elastic_programs.cpp
+
+constexpr int kStepsOfPrograms = 18;
+const std::vector<std::string> kPrograms{"branches",   "modes", "options",   "objects", "random",
+                                         "accumulate", "two",   "alternate", "by_hand"};
+const std::vector<std::string> kPoints{"before_forward",
+                                       "forward",
+                                       "backward",
+                                       "between",
+                                       "before_step_done",
+                                       "after_step_done",
+                                       "regroup",
+                                       "end_of_epoch",
+                                       "validation",
+                                       "after_validation",
+                                       "sent",
+                                       "loaded",
+                                       "end"};
+
+class ElasticProgramsTest : public ElasticTrainingTest {
+ protected:
+  Trained alone(const std::string& program) {
+    return train_program({ELASTIC_PROGRAMS, program}, {"-n", "1"}, kStepsOfPrograms, {"alone"});
+  }
+  /// Returns the largest difference from the undisturbed one.
+  double expect_same(const Trained& killed, const Trained& undisturbed, const std::string& what) {
+    EXPECT_EQ(undisturbed.ended.exit_code, 0) << what << undisturbed.ended.err;
+    EXPECT_EQ(killed.ended.exit_code, 0) << what << killed.ended.out << killed.ended.err;
+    EXPECT_EQ(killed.bits.size(), 1U) << what << killed.ended.out << killed.ended.err;
+    const double difference = largest_difference(killed.parameters, undisturbed.parameters);
+    EXPECT_LE(difference, 1e-10) << what << killed.ended.err;
+    return difference;
+  }
+  void kill_at(const std::string& program, const std::string& point, const Trained& undisturbed) {
+    const Trained killed = train_program({ELASTIC_PROGRAMS, program}, {"-n", "3", "--elastic", "1"},
+                                         kStepsOfPrograms, {point});
+    expect_same(killed, undisturbed, program + ", killed at " + point + "\n");
+    const bool has_kill = point != "between" || program == "alternate";
+    EXPECT_EQ(contains(killed.ended.err, "SIGKILL"), has_kill) << program << point;
+  }
+};
+
+TEST_F(ElasticProgramsTest, whatever_a_step_reads_is_that_of_an_undisturbed_training) {
+  for (const std::string& program : kPrograms) {
+    const Trained undisturbed = alone(program);
+    for (const std::string point : {"backward", "validation"}) {
+      kill_at(program, point, undisturbed);
+    }
+  }
+}
+
+TEST_F(ElasticProgramsTest, wherever_a_rank_is_killed) {
+  const Trained undisturbed = alone("alternate");
+  for (const std::string& point : kPoints) kill_at("alternate", point, undisturbed);
+}
+
+/// The whole table, and random ends over all programs: as many runs as LOCKSTEP_FAULT_RUNS says.
+TEST_F(ElasticProgramsTest, campaign) {
+  const char* const runs = std::getenv("LOCKSTEP_FAULT_RUNS");
+  if (runs == nullptr) GTEST_SKIP() << "LOCKSTEP_FAULT_RUNS is not set";
+  const char* const seed = std::getenv("LOCKSTEP_FAULT_SEED");
+  const unsigned from = seed != nullptr ? static_cast<unsigned>(std::atoi(seed)) : 1;
+  long n_kills = 0, n_generations = 0;
+  double largest = 0;
+  const auto note = [&](const Trained& trained) {
+    for (const std::string& line : lines_of(trained.ended.err)) {
+      n_generations += contains(line, " generation ");
+      n_kills += contains(line, " was killed by ") || contains(line, " exited with code ");
+    }
+  };
+  std::map<std::string, Trained> undisturbed;
+  for (const std::string& program : kPrograms) undisturbed.emplace(program, alone(program));
+  for (int i = 0; i < std::atoi(runs); ++i) {
+    const std::string& program = kPrograms[(from + static_cast<unsigned>(i)) % kPrograms.size()];
+    const Trained killed =
+        train_program({ELASTIC_PROGRAMS, program}, {"-n", "4", "--elastic", "1"}, kStepsOfPrograms,
+                      {"random", "3", std::to_string(from + i)});
+    largest = std::max(largest, expect_same(killed, undisturbed.at(program),
+                                            fmt::format("{}, seed {}\n", program, from + i)));
+    note(killed);
+  }
+  fmt::print("seeds {} to {}: {} ends, {} generations, largest difference {:.3g}\n", from,
+             from + std::atoi(runs) - 1, n_kills, n_generations, largest);
+}
+
+TEST_F(ElasticProgramsTest, table) {
+  if (std::getenv("LOCKSTEP_FAULT_RUNS") == nullptr) {
+    GTEST_SKIP() << "LOCKSTEP_FAULT_RUNS is not set";
+  }
+  for (const std::string& program : kPrograms) {
+    const Trained undisturbed = alone(program);
+    for (const std::string& point : kPoints) kill_at(program, point, undisturbed);
+  }
+}
+
+TEST_F(ElasticProgramsTest, the_same_command_goes_on_after_all_ranks_were_lost) {
+  const Trained undisturbed = alone("objects");
+  const std::string file = folder_ / "state.pt";
+  const auto train_saved = [&](const std::string& point) {
+    return train_program({ELASTIC_PROGRAMS, "objects"}, {"-n", "2", "--elastic", "1"},
+                         kStepsOfPrograms, {point, "0", "1", file});
+  };
+  EXPECT_EQ(train_saved("all").ended.exit_code, 128 + SIGKILL);
+  const Trained resumed = train_saved("alone");
+  expect_same(resumed, undisturbed, "resumed\n");
+  EXPECT_TRUE(contains(resumed.ended.out, "begins with step 6")) << resumed.ended.out;
+}
+
+TEST_F(ElasticProgramsTest, a_replacement_that_cannot_take_the_state_ends_itself) {
+  const Trained undisturbed = alone("objects");
+  const Trained edited = train_program({ELASTIC_PROGRAMS, "objects"}, {"-n", "3", "--elastic", "1"},
+                                       kStepsOfPrograms, {"edited"});
+  expect_same(edited, undisturbed, "edited\n");
+  EXPECT_TRUE(contains(edited.ended.err, "rank 2 cannot take the state of rank 0"))
+      << edited.ended.err;
+  EXPECT_EQ(edited.n_ranks, 3U) << edited.ended.out << edited.ended.err;
+}
+
+TEST_F(ElasticProgramsTest, what_would_be_lost_is_refused_by_name) {
+  const std::map<std::string, std::string> refusals{
+      {"inside", "parameter 'first.weight' of part 0 has got a gradient, and no optimizer"},
+      {"unlisted", "this torch::optim::Adam is not in the ElasticState"},
+      {"micro_steps", "no parameter has changed in this step, although 'first.weight' of part 0"},
+      {"continue", "the loop goes on to step 1, and 0 steps are complete"},
+      {"break", "the loop goes on after epoch 0 with 1 of its 3 steps complete"},
+  };
+  for (const auto& [program, text] : refusals) {
+    const Trained refused =
+        train_program({ELASTIC_PROGRAMS, program}, {"-n", "2"}, kStepsOfPrograms, {"alone"});
+    EXPECT_EQ(refused.ended.exit_code, 1) << program << refused.ended.out;
+    EXPECT_TRUE(contains(refused.ended.err, text)) << program << refused.ended.err;
+  }
+}
+
+TEST_F(ElasticProgramsTest, a_world_that_no_launcher_can_keep_running_is_refused) {
+  const Trained refused = train_program({ELASTIC_PROGRAMS, "gloo"}, {"-n", "2", "--elastic", "1"},
+                                        kStepsOfPrograms, {"alone"});
+  EXPECT_EQ(refused.ended.exit_code, 1) << refused.ended.out;
+  EXPECT_TRUE(contains(refused.ended.err, "and this one is over gloo: leave the backend out"))
+      << refused.ended.err;
 }
 
 }  // namespace

@@ -2,11 +2,20 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/types.h>
 
+#include <torch/optim/schedulers/step_lr.h>
+#include <torch/optim/sgd.h>
+#include <torch/utils.h>
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/nn/distributed_sampler.hpp>
 #include <lockstep/nn/elastic.hpp>
+#include <string>
+#include <utility>
 #include <vector>
 
 // The parts of run_elastic that need no launcher; tests/examples has the others.
@@ -62,6 +71,149 @@ TEST(ElasticSamplerTest, batches_that_make_no_step_are_refused) {
   EXPECT_THROW(ElasticSampler(0, {.global_batch = 5}), UsageError);
   EXPECT_THROW(ElasticSampler(5, {.global_batch = 0}), UsageError);
   EXPECT_THROW(ElasticSampler(5, {.global_batch = 6, .drop_last = true}), UsageError);
+}
+
+TEST(ElasticSamplerTest, micro_batches_are_consecutive_parts_of_a_step) {
+  const ElasticSampler sampler(23, {.global_batch = 9, .micro_batches = 2});
+  EXPECT_EQ(sampler.n_samples(0), 9U);
+  EXPECT_EQ(sampler.n_samples(2), 5U);
+  run_ranks(1, [&] {
+    for (std::int64_t step = 0; step < 3; ++step) {
+      Samples all = sampler.batch(step, std::size_t{0});
+      EXPECT_EQ(all.size(), sampler.n_samples(step) / 2);
+      for (const std::size_t sample : sampler.batch(step, std::size_t{1})) all.push_back(sample);
+      EXPECT_EQ(all, sampler.batch(step));
+    }
+    EXPECT_THROW(sampler.batch(0, std::size_t{2}), UsageError);
+  });
+  EXPECT_THROW(ElasticSampler(5, {.global_batch = 5, .micro_batches = 0}), UsageError);
+}
+
+TEST(ElasticStateTest, a_step_of_known_size_is_scaled_alike) {
+  run_ranks(2, [](int rank) {
+    torch::nn::Linear layer(2, 1);
+    ElasticState state({layer});
+    const auto own = static_cast<std::size_t>(rank + 1);
+    EXPECT_DOUBLE_EQ(state.scale(own, std::size_t{3}), state.scale(own));
+  });
+}
+
+TEST(ElasticStateTest, epochs_end_once_and_go_on_from_a_step) {
+  run_ranks(2, [](int rank) {
+    torch::nn::Linear layer(2, 1);
+    ElasticState state({layer});
+    const ElasticSampler sampler(6, {.global_batch = 2});
+    EXPECT_THROW(state.epochs(sampler, 3), UsageError);
+    state.set_step(4);
+    std::vector<std::pair<std::size_t, std::int64_t>> seen;
+    std::vector<std::size_t> ends;
+    run_elastic(state, [&] {
+      for (const std::size_t epoch : state.epochs(sampler, 3)) {
+        for (const std::int64_t step : sampler.steps(state)) {
+          seen.emplace_back(epoch, step);
+          state.step_done();
+        }
+        ends.push_back(epoch);
+      }
+    });
+    using Seen = std::vector<std::pair<std::size_t, std::int64_t>>;
+    EXPECT_EQ(seen, (Seen{{1, 4}, {1, 5}, {2, 6}, {2, 7}, {2, 8}})) << rank;
+    EXPECT_EQ(ends, (Samples{1, 2}));
+    EXPECT_EQ(state.step(), 9);
+    EXPECT_EQ(state.epoch_ends(), 3);
+    state.set_step(6, 1);  // the end of the second epoch is not complete
+    ends.clear();
+    run_elastic(state, [&] {
+      for (const std::size_t epoch : state.epochs(sampler, 2)) {
+        for (const std::int64_t step : sampler.steps(state)) FAIL() << step;
+        ends.push_back(epoch);
+      }
+    });
+    EXPECT_EQ(ends, (Samples{1}));
+  });
+}
+
+TEST(ElasticStateTest, right_programs_are_not_refused) {
+  run_ranks(1, [] {
+    torch::nn::Linear layer(2, 1), target(2, 1);
+    torch::optim::SGD optimizer(layer->parameters(), /*defaults=*/0.0);  // in warm-up
+    ElasticState state({layer, target, optimizer});
+    const auto input = torch::ones({3, 2});
+    run_elastic(state, [&] {
+      layer->forward(input).sub(target->forward(input).detach()).square().sum().backward();
+      state.step_done({optimizer});
+      state.step_done();
+      layer->weight.mutable_grad().fill_(std::numeric_limits<float>::infinity());
+      optimizer.param_groups()[0].options().set_lr(0.1);
+      state.step_done();  // as a scaler leaves it out
+      layer->weight.mutable_grad().fill_(1);
+      {
+        const torch::NoGradGuard no_graph;
+        layer->weight.sub_(1);  // by hand
+      }
+      state.step_done();
+      EXPECT_THROW(state.step_done(), UsageError);
+    });
+  });
+}
+
+TEST(ElasticStateTest, a_parameter_that_only_the_program_changes_is_listed) {
+  run_ranks(1, [] {
+    torch::nn::Linear layer(2, 1);
+    const auto train = [&](ElasticOptions options) {
+      ElasticState state({layer}, std::move(options));
+      run_elastic(state, [&] {
+        layer->forward(torch::ones({3, 2})).sum().backward();
+        state.step_done([] {});
+      });
+    };
+    EXPECT_THROW(train({}), UsageError);
+    train({.by_hand = layer->parameters()});
+    layer->weight.set_requires_grad(false);
+    layer->bias.set_requires_grad(false);
+    ElasticState state({layer});
+    run_elastic(state, [&] { state.step_done(); });
+  });
+}
+
+TEST(ElasticStateTest, a_file_resumes_with_everything) {
+  const std::string path = testing::TempDir() + "elastic_state.pt";
+  std::filesystem::remove(path);
+  run_ranks(2, [&](int rank) {
+    const auto train = [&](std::size_t n_epochs) {
+      torch::nn::Linear layer(2, 1);
+      for (const torch::Tensor& parameter : layer->parameters()) parameter.detach().fill_(0.5);
+      torch::optim::SGD optimizer(layer->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+      SavedScheduler<torch::optim::StepLR> schedule(optimizer, /*step_size=*/2, /*gamma=*/0.5);
+      ElasticState state({layer, optimizer, schedule}, {.save = path});
+      const ElasticSampler sampler(6, {.global_batch = 2});
+      std::int64_t first = -1;
+      run_elastic(state, [&] {
+        first = state.step();
+        for ([[maybe_unused]] const std::size_t epoch : state.epochs(sampler, n_epochs)) {
+          for (const std::int64_t step : sampler.steps(state)) {
+            optimizer.zero_grad();
+            (layer->forward(torch::ones({1, 2})).sum() * static_cast<double>(step)).backward();
+            state.step_done({optimizer});
+          }
+          schedule.step();
+        }
+      });
+      return std::pair(first, layer->weight.detach().clone());
+    };
+    EXPECT_EQ(train(2).first, 0);
+    const auto [first, resumed] = train(5);
+    EXPECT_EQ(first, 6);
+    barrier();
+    if (rank == 0) std::filesystem::remove(path);
+    barrier();
+    EXPECT_TRUE(train(5).second.equal(resumed));
+    barrier();
+    if (rank == 0) std::ofstream(path) << "damaged";
+    barrier();
+    EXPECT_THROW(train(5), UsageError);
+  });
+  std::filesystem::remove(path);
 }
 
 TEST(ElasticStateTest, shares_of_different_sizes_count_as_one_batch) {

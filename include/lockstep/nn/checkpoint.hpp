@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
 #include <torch/serialize/archive.h>
 
 #include <cmath>
@@ -123,6 +124,14 @@ class TrainingPart {
       save_ = [&part](Out& to) { part.save(to); };
       load_ = [&part](In& from) { part.load(from); };
     } else {
+      static_assert(
+          requires {
+            { detail::module_of(part) } -> std::same_as<const torch::nn::Module&>;
+          },
+          "lockstep: a part of a training is a module (or a ModuleHolder, shared_ptr or "
+          "DistributedDataParallel of one), an optimizer, a number, or an object with "
+          "save(OutputArchive&) and load(InputArchive&). Give the module of a tensor; "
+          "an nn::SavedScheduler of a learning rate scheduler");
       kind_ = 'm';
       module_ = &detail::module_of(part);
       save_ = [&part](Out& to) { detail::module_of(part).save(to); };
@@ -144,6 +153,24 @@ class TrainingPart {
   const torch::optim::Optimizer* optimizer_ = nullptr;
   std::function<void(torch::serialize::OutputArchive&)> save_;
   std::function<void(torch::serialize::InputArchive&)> load_;
+};
+
+/// A learning rate scheduler of libtorch that is a part of a training: the rates are options of its
+/// optimizer, and this saves the count of its steps:
+///     nn::SavedScheduler<torch::optim::StepLR> schedule(optimizer, /*step_size=*/30);
+/// Not ReduceLROnPlateauScheduler, which keeps its state to itself.
+template <std::derived_from<torch::optim::LRScheduler> Scheduler>
+class SavedScheduler : public Scheduler {
+ public:
+  using Scheduler::Scheduler;
+  void save(torch::serialize::OutputArchive& archive) const {
+    archive.write("step_count", c10::IValue(static_cast<std::int64_t>(this->step_count_)));
+  }
+  void load(torch::serialize::InputArchive& archive) {
+    c10::IValue count;
+    archive.read("step_count", count);
+    this->step_count_ = static_cast<unsigned>(count.toInt());
+  }
 };
 
 /// Rank 0 saves the parts, see save_checkpoint:

@@ -133,6 +133,19 @@ void check_module(const torch::nn::Module& module, InputArchive& now, InputArchi
   }
 }
 
+/// By the parameters of modules.
+std::map<const void*, std::string> parameter_names(std::span<const TrainingPart> parts) {
+  std::map<const void*, std::string> names;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].module() == nullptr) continue;
+    for (const auto& item : parts[i].module()->named_parameters()) {
+      names.emplace(item.value().unsafeGetTensorImpl(),
+                    fmt::format("'{}' of part {}", item.key(), i));
+    }
+  }
+  return names;
+}
+
 /// An optimizer's parameters, in its order.
 struct OptimizedParameters {
   std::vector<std::string> names;  ///< empty if in none of the parts
@@ -141,16 +154,7 @@ struct OptimizedParameters {
 
 OptimizedParameters parameters_of(const torch::optim::Optimizer& optimizer,
                                   std::span<const TrainingPart> parts) {
-  std::map<const void*, std::string> names;
-  std::size_t i_part = 0;
-  for (const TrainingPart& part : parts) {
-    const std::size_t i = i_part++;
-    if (part.module() == nullptr) continue;
-    for (const auto& item : part.module()->named_parameters()) {
-      names.emplace(item.value().unsafeGetTensorImpl(),
-                    fmt::format("'{}' of part {}", item.key(), i));
-    }
-  }
+  const std::map<const void*, std::string> names = parameter_names(parts);
   OptimizedParameters result;
   for (const auto& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
@@ -287,7 +291,7 @@ class Loading {
   Loading(const Loading&) = delete;
   Loading& operator=(const Loading&) = delete;
 
-  void load(const std::string& bytes) {
+  void load(const std::string& bytes, const ReadMore& more = {}) {
     InputArchive archive = parse_archive(bytes, device_of_modules(parts_));
     check_kinds(archive);
     std::vector<InputArchive> files;
@@ -314,6 +318,7 @@ class Loading {
       n_begun_ = i + 1;
       part.load(files[i]);
     });
+    if (more) more(archive);
   }
 
   void keep() {
@@ -419,25 +424,41 @@ void write_parts(std::span<const TrainingPart> parts, OutputArchive& archive,
 
 }  // namespace
 
-std::string parts_in_memory(std::span<const TrainingPart> parts) {
+std::string parts_in_memory(std::span<const TrainingPart> parts, const WriteMore& more) {
   MaterialiseTensors while_saved;
-  return archive_bytes([&](OutputArchive& to) { write_parts(parts, to, while_saved); });
+  return archive_bytes([&](OutputArchive& to) {
+    write_parts(parts, to, while_saved);
+    if (more) more(to);
+  });
 }
 
-void load_parts(const std::string& bytes, std::span<const TrainingPart> parts) {
+void load_parts(const std::string& bytes, std::span<const TrainingPart> parts,
+                const ReadMore& more) {
   Loading loading(parts);
-  loading.load(bytes);
+  loading.load(bytes, more);
   loading.keep();
+}
+
+void save_parts(const char* operation, const std::string& path, std::span<const TrainingPart> parts,
+                const WriteMore& more, const Group& group, std::source_location where) {
+  const ConsolidatedParts consolidated(parts, group, where);
+  MaterialiseTensors while_saved;
+  const auto write = [&](OutputArchive& archive) {
+    write_parts(parts, archive, while_saved);
+    if (more) more(archive);
+  };
+  save_archive(operation, path, write, group, where);
+}
+
+std::string name_of_parameter(const at::Tensor& parameter, std::span<const TrainingPart> parts) {
+  const auto names = parameter_names(parts);
+  const auto name = names.find(parameter.unsafeGetTensorImpl());
+  return name == names.end() ? "a parameter of an optimizer" : name->second;
 }
 
 void save_training(const std::string& path, std::initializer_list<TrainingPart> parts,
                    const Group& group, std::source_location where) {
-  const ConsolidatedParts consolidated({parts.begin(), parts.size()}, group, where);
-  MaterialiseTensors while_saved;
-  const auto write = [parts, &while_saved](OutputArchive& archive) {
-    write_parts({parts.begin(), parts.size()}, archive, while_saved);
-  };
-  save_archive("save_training", path, write, group, where);
+  save_parts("save_training", path, {parts.begin(), parts.size()}, /*more=*/{}, group, where);
 }
 
 void load_training(const std::string& path, std::initializer_list<TrainingPart> parts,
