@@ -47,13 +47,13 @@ void add_options(CLI::App& app, train::Options& options) {
 }
 
 void run(const train::Options& options) {
-  // Read first: errors in the files are reported before any rank waits for another.
-  const train::Dataset data = train::read_dataset(options.data);
   if (!options.compare.empty()) {
-    const auto difference = train::compare(options, data, options.compare[0], options.compare[1]);
+    const auto difference = train::compare(options, options.compare[0], options.compare[1]);
     fmt::print("{:.3g} {}\n", difference.largest, difference.name);
     return;
   }
+  // Read first: errors in the files are reported before any rank waits for another.
+  const train::Dataset data = train::read_dataset(options.data);
   train::run(options, data);
   lockstep::destroy_dist();
 }

@@ -48,7 +48,6 @@ struct Difference {
 
 /// The largest absolute difference between the networks in two checkpoints of trainings with these
 /// options. Throws lockstep::UsageError if their --model or --precision is another.
-Difference compare(const Options& options, const Dataset& data, const std::string& a,
-                   const std::string& b);
+Difference compare(const Options& options, const std::string& a, const std::string& b);
 
 }  // namespace train

@@ -167,7 +167,7 @@ class RecoveryTest : public testing::Test {
     Options options;
     options.batch = 8;
     options.precision = precision;
-    return compare(options, read_dataset(LOCKSTEP_DIGITS), directory_ / a, directory_ / b).largest;
+    return compare(options, directory_ / a, directory_ / b).largest;
   }
 
   /// That this training went as on one rank that nothing disturbs.
