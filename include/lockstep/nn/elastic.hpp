@@ -258,8 +258,8 @@ class ElasticState {
 /// Before each call all ranks have the same state: that of the ranks with the newest completed step
 /// or end of an epoch goes to the others, in memory; gradients are zero, or undefined where they
 /// were. A step that was not complete is repeated. Groups and DistributedDataParallel must be
-/// made inside `train`: those of an earlier call belong to a world that is over (UsageError). Layers
-/// find the world again, unless a split group was given.
+/// made inside `train`: those of an earlier call belong to a world that is over (UsageError).
+/// Layers find the world again, unless a split group was given.
 ///
 /// A loss is a PeerLost, PeerFailed or TimeoutError that leaves `train`. Any other exception leaves
 /// run_elastic; for the others this rank is then lost, when its process ends. Throws UsageError on
