@@ -66,9 +66,9 @@ class _Rank(NamedTuple):
             if each.n_runs != first.n_runs:
                 raise Regroup  # without that rank, which raises
             if each.completed == newest and each.has_changed:
-                what = f"step {newest[0]}" if newest[1] == 0 else f"step {newest[0]}, or the end of epoch {newest[1]},"
+                what = f"step {newest[0]}" + (f", or the end of epoch {newest[1]}" if newest[1] > 0 else "")
                 raise UsageError(
-                    f"run_elastic: rank {rank} cannot repeat {what} which was not complete: an optimizer has "
+                    f"run_elastic: rank {rank} cannot repeat {what}, which was not complete: an optimizer has "
                     "changed parameters already. Call step_done() right after optimizer.step(), before any other "
                     "operation of the ranks, or give ElasticState snapshot=True"
                 )
