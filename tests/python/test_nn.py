@@ -153,11 +153,7 @@ except ls.MismatchError as error:
     assert said.count("refused: 2") == 2, said
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_calls_of_layers_and_of_the_program_keep_its_order(run_ranks, world):
-    """A layer's messages come after the calls that were posted before, and take part in their limits."""
-    if world == "no torch.distributed":
-        pytest.skip("a lockstep.Group takes calls of one kind at a time")
+def test_calls_of_layers_and_of_the_program_keep_its_order(run_ranks):
     run_ranks(
         2,
         """
@@ -170,7 +166,7 @@ for work in works:
     work.wait()
 assert x.eq(4).all()
 """,
-        prelude=prelude(world),
+        prelude=prelude("lockstep"),
     )
 
 
