@@ -385,7 +385,7 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
         finally:
             _while_in_scopes.exit()
         if isinstance(value, ValueError) and "more than 1 value per channel" in str(value) and hasattr(value, "add_note"):
-            value.add_note("in a SyncBatchNormScope, where PyTorch refuses such a share of the batch; convert_sync_batchnorm takes it")
+            value.add_note("in a SyncBatchNormScope PyTorch refuses such a share of the batch; convert_sync_batchnorm takes it")
         if not own:
             raise UsageError("a SyncBatchNormScope was exited on another thread than the one that entered it; it has ended")
 

@@ -35,8 +35,9 @@ class LayersOfAWorld {
     expect_mean("explicit world", explicit_world_, mean_of_world());
     expect_mean("explicit half", explicit_half_, mean_of(parity));
     {
+      const double mean = mean_of(parity);
       const GroupScope scope(*half_);
-      expect_mean("bound in a scope", scoped_, mean_of(parity));
+      expect_mean("bound in a scope", scoped_, mean, world_->rank());
     }
     expect_mean("bound in a scope, after it", scoped_, mean_of(parity));
     ddp_.emplace(linear_);
