@@ -264,12 +264,12 @@ TEST_F(BootstrapTest, a_rank_that_rank_0_has_not_accepted_yet_is_told_who_died) 
 }
 
 TEST_F(BootstrapTest, rank_0_that_is_stopped_is_named_at_the_limit) {
-  const pid_t leader = start_rank(0, 2, [] { expect_refusal<PeerLost>({"rank 1 (process "}); });
+  const pid_t leader = start_rank(0, 3, [] { expect_refusal<PeerLost>({"rank 1 (process "}); });
   wait_for_sockets(1);
   EXPECT_TRUE(test::wait_until_asleep(leader));
   ::kill(leader, SIGSTOP);
   EXPECT_TRUE(test::wait_until([leader] { return test::thread_state(leader) == 'T'; }));
-  const pid_t follower = start_rank(1, 2, [leader] {
+  const pid_t follower = start_rank(1, 3, [leader] {
     expect_refusal<TimeoutError>(
         {fmt::format("rank 0 (process {}) is stopped by a signal or a debugger, and has sent "
                      "nothing for ",
@@ -287,13 +287,13 @@ TEST_F(BootstrapTest, a_rank_waits_for_its_own_rank_0_if_another_job_has_the_nam
     init_dist();
     EXPECT_EQ(sum_of_ranks(), 1);
   };
-  {  // the other job's rank 0 is complete without it
+  start_rank(1, 2, sum);  // first: a fork would keep the listener
+  {                       // the other job's rank 0 is complete without it
     base::UniqueFd listener(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
     const sockaddr_un address = address_of(name());
     ASSERT_EQ(::bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), bytes_of(name())),
               0);
     ASSERT_EQ(::listen(listener.get(), 1), 0);
-    start_rank(1, 2, sum);
     const base::UniqueFd rank(::accept(listener.get(), nullptr, nullptr));
     listener.reset();
     bootstrap_protocol::Hello hello{};
