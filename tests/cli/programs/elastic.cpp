@@ -342,7 +342,7 @@ void take_steps(
       int wish = lockstep::replacements_wait() ? let_in : none;
       if (n_lost >= n_losses && (n_losses > 1 || is_full)) wish = end;
       wish = lockstep::all_reduce_value(wish, lockstep::ReduceOp::max);
-      lockstep::count_step();
+      lockstep::step_done();
       if (wish == end) break;
       if (is_victim && step == 3) std::raise(SIGKILL);
       if (wish == none) continue;
@@ -376,7 +376,7 @@ void replace_a_hanging_process(const char* file) {
 void work_after_the_end(bool finishes) {
   lockstep::init_dist({.timeout = milliseconds(500)});
   lockstep::barrier();
-  lockstep::count_step();
+  lockstep::step_done();
   lockstep::barrier();
   if (finishes) lockstep::internal::finish_elastic();
   if (std::getenv("RANK") == std::string("2")) std::raise(SIGKILL);
