@@ -98,8 +98,8 @@ std::string share_failure(std::string text, const Group& group, const TimeLimit&
 
 }  // namespace
 
-void run_first(FirstScope function, const std::function<void()>& f, const Group& of,
-               Timeout limit, std::source_location where) {
+void run_first(FirstScope function, const std::function<void()>& f, const Group& of, Timeout limit,
+               std::source_location where) {
   const Group group = of;  // f may change the program's
   Hold::refuse_nesting(function, group, where);
   if (group.rank() != 0) {
