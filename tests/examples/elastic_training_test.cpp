@@ -176,7 +176,7 @@ class ElasticProgramsTest : public ElasticTrainingTest {
     EXPECT_EQ(killed.ended.exit_code, 0) << what << killed.ended.out << killed.ended.err;
     EXPECT_EQ(killed.bits.size(), 1U) << what << killed.ended.out << killed.ended.err;
     const double difference = largest_difference(killed.parameters, undisturbed.parameters);
-    EXPECT_LE(difference, 1e-10) << what << killed.ended.err;
+    EXPECT_LE(difference, 1e-8) << what << killed.ended.err;  // Adam divides by small numbers
     return difference;
   }
   void kill_at(const std::string& program, const std::string& point, const Trained& undisturbed) {
