@@ -210,7 +210,8 @@ class Program {
   void begin_step(std::int64_t step) {
     point_.step = step;
     if (point_.fatal == "all" && step == 6) ::kill(::getpid(), SIGKILL);
-    if (point_.fatal == "edited") point_.in_step("edited");
+    // Of whose replacement something is told.
+    for (const std::string of : {"sent", "loaded", "edited"}) point_.in_step(of);
     if (fate_ != nullptr) fate_->train(static_cast<int>(step));
     // Until the replacement has come: what it gets matters to the steps that follow.
     const bool is_awaited = fate_ == nullptr && point_.fatal != "alone" && step > kFatalStep + 2;

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstring>
 #include <lockstep/detail/collective.hpp>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <map>
