@@ -112,8 +112,9 @@ class Trainer {
       : options_(options),
         n_images_(data.train.size()),
         // Images that do not fill a batch are left out, other ones in each epoch.
-        sampler_(n_images_,
-                 {.global_batch = checked_batch(options, n_images_), .seed = options.seed, .drop_last = true}),
+        sampler_(n_images_, {.global_batch = checked_batch(options, n_images_),
+                             .seed = options.seed,
+                             .drop_last = true}),
         steps_per_epoch_(sampler_.steps_per_epoch()),
         n_steps_(options.epochs * steps_per_epoch_),
         training_(options),
