@@ -389,11 +389,11 @@ TEST(TensorTreesTest, a_tensor_that_comes_twice_is_reduced_once) {
 
 /// Each entry's values are those from before the call, whichever way it shares memory.
 TEST(TensorTreesTest, entries_that_share_memory_are_reduced_once) {
-  const auto is = [](const Tensor& tensor, float value) {
+  const auto is = [](const Tensor& tensor, int value) {
     return tensor.eq(value).all().item<bool>();
   };
   on_ranks(3, [&](int rank) {
-    const auto make = [&] { return at::full({4, 3}, rank + 1.0F); };
+    const auto make = [&] { return at::full({4, 3}, rank + 1); };
     const auto twice = [](const Tensor& x) { return std::vector{x, x}; };
     const auto view = [](const Tensor& x) { return std::vector{x.view({12}), x.detach()}; };
     const auto rows = [](const Tensor& x) {
@@ -451,7 +451,7 @@ TEST(TensorTreesTest, results_that_differ_cannot_share_memory) {
       }
     }
     // Columns lie between each other, and share none.
-    const Tensor matrix = at::zeros({4, 2});
+    const Tensor matrix = at::zeros({4, 2}, at::kLong);
     std::vector<Tensor> columns{matrix.select(1, 0), matrix.select(1, 1)};
     scatter(columns, {{at::full({4}, 1), at::full({4}, 2)}, {at::full({4}, 3), at::full({4}, 4)}});
     EXPECT_TRUE(columns[0].eq(rank == 0 ? 1 : 3).all().item<bool>());
