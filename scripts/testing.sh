@@ -26,6 +26,7 @@ start_shard() { # PRESET BINARY FILTER SHARD N_SHARDS
   local run=(env --default-signal=INT,QUIT timeout --kill-after=30 1500)
   # ThreadSanitizer of older compilers cannot map its shadow under much address randomisation.
   if [[ $1 == tsan* ]] && setarch -R true 2>/dev/null; then run=(setarch -R "${run[@]}"); fi
+  if [ "$1" = tsan-nn ]; then run=(env TSAN_OPTIONS="suppressions=$PWD/tests/nn/tsan.supp" "${run[@]}"); fi
   if [ "$1" = arm64 ]; then run+=(qemu-aarch64 -L /usr/aarch64-linux-gnu); fi
   local own=$scratch/${2##*/}.$4
   mkdir -p "$own"
