@@ -36,12 +36,7 @@ print(torch.__version__, torch.version.cuda, gpu, sep="|")'
 # build/gpu/venv: python3's own packages, and lockstep.
 install_for_gpu() {
   local venv=build/gpu/venv
-  if [ ! -x "$venv/bin/python" ]; then
-    python3 -m venv --without-pip "$venv"
-    # Also what lies in a virtual environment, which --system-site-packages would not show.
-    python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$("$venv/bin/python" -c \
-      'import sysconfig; print(sysconfig.get_path("purelib"))')/of_python3.pth"
-  fi
+  venv_over python3 "$venv"
   "$venv/bin/python" -c 'import nanobind, scikit_build_core, pytest' 2>/dev/null ||
     "$venv/bin/python" -m pip install --no-index --find-links "$gpu_pack/wheels" "${python_build[@]}" pytest
   local install=("$venv/bin/python" -m pip install --no-build-isolation --no-deps --no-index --force-reinstall)

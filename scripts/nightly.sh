@@ -12,7 +12,7 @@ torch|8|the libtorch layer and the trainer over PyTorch 2.13, every test
 cuda|15|layer and Python package over the CUDA PyTorch of pip: compiled and linked, run where a GPU is
 asan|14|core and command whole under AddressSanitizer and UndefinedBehaviorSanitizer
 tsan|7|the core whole under ThreadSanitizer
-asan-nn|15|the libtorch layer under AddressSanitizer and UndefinedBehaviorSanitizer, over PyTorch 2.13
+asan-nn|30|libtorch layer and Python packages under AddressSanitizer and UndefinedBehaviorSanitizer, over PyTorch 2.13
 tsan-nn|12|what has threads of the libtorch layer under ThreadSanitizer, over PyTorch 2.13
 arm64|6|the core for arm64 under qemu: up to 3 ranks as threads and as processes, kernels
 campaign|6|500 random faults in real jobs over every engine, 33 in trainings
@@ -45,7 +45,7 @@ run_stage() {
     # ThreadSanitizer sees the threads of one process.
     tsan) ./dev test --preset tsan core --filter \
       '-*processes*:*ProcessTest.*:*OfProcesses.*:BootstrapTest.*:CollectResultsMemoryTest.*:ConversionTest.*' ;;
-    asan-nn) ./dev test --preset asan-nn nn --all ;;
+    asan-nn) ./dev test --preset asan-nn nn --all && ./dev test --preset asan-nn python ;;
     tsan-nn) ./dev test --preset tsan-nn nn --filter '-*processes*' ;;
     arm64) ./dev test --preset arm64 core --filter "$under_qemu" ;;
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
