@@ -149,10 +149,7 @@ class Trainer {
     if (group.rank() == 0 && !report_) report_.emplace(options_, steps_per_epoch_);
     if (report_ && !is_first) report_->new_generation(step(), group.size());
     if (is_first && step() >= n_steps_) return;  // that of an earlier start was complete
-    if (options_.sync_bn) {
-      lockstep::nn::revert_sync_batchnorm(training_.network);  // of the generation before
-      lockstep::nn::convert_sync_batchnorm(training_.network, group);
-    }
+    if (options_.sync_bn) lockstep::nn::convert_sync_batchnorm(training_.network, group);
     if (!timed_) timed_ = {.from_step = step(), .since = Clock::now()};
     Network network(Replicated(training_.network, options_.data_parallel), {.group = group});
     for (const std::size_t epoch : state_.epochs(sampler_, options_.epochs)) {
@@ -255,7 +252,7 @@ class Trainer {
         .images_per_second = images_since(timed_->from_step) / elapsed.count()};
     epochs_.push_back(result);
     if (report_) report_->after_epoch(result);
-    training_.epoch_loss_sum = 0;
+    if (step() % steps_per_epoch_ == 0) training_.epoch_loss_sum = 0;  // --max-steps may end before
     timed_ = {.from_step = step(), .since = Clock::now()};
   }
 

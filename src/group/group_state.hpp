@@ -16,8 +16,8 @@
 
 #include "base/fork_guard.hpp"
 #include "group/call_queue.hpp"
-#include "group/membership.hpp"
 #include "group/work_state.hpp"
+#include "group/world_membership.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::internal {
@@ -75,7 +75,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
 
   /// See Group::abandon.
   void abandon(std::string_view reason) noexcept;
-  const std::shared_ptr<Membership>& membership() const noexcept { return membership_; }
+  const std::shared_ptr<WorldMembership>& membership() const noexcept { return membership_; }
   /// For a group split from `parent`.
   void share_membership(const GroupState& parent) { membership_ = parent.membership_; }
   /// Whether all posted calls have ended.
@@ -146,7 +146,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> has_refusals_{false};     ///< refusals_ is not empty
   std::vector<Refused> refusals_;             ///< that the engine does not know; guarded by mutex_
   std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
-  std::shared_ptr<Membership> membership_ = std::make_shared<Membership>();
+  std::shared_ptr<WorldMembership> membership_ = std::make_shared<WorldMembership>();
   std::atomic<bool> has_queue_{false};
   std::unique_ptr<Engine> engine_;  // behind everything whose construction may throw
   CallQueue::Owner queue_;          // last: its thread uses the other members

@@ -131,7 +131,7 @@ Session::Session(World world, engines::JoinedEngine joined, std::chrono::millise
   membership_of(world_group_)->generation = world_.regrouped.generation;
 }
 
-const std::shared_ptr<Membership>& Session::membership_of(const Group& group) noexcept {
+const std::shared_ptr<WorldMembership>& Session::membership_of(const Group& group) noexcept {
   return group.state_->membership();
 }
 
@@ -178,7 +178,7 @@ Session* session() noexcept {
   return has_rank_threads() ? nullptr : of_process.load(std::memory_order_acquire);
 }
 
-void throw_left(const Group& group, const Membership& world, ErrorContext context) {
+void throw_left(const Group& group, const WorldMembership& world, ErrorContext context) {
   throw UsageError(
       std::move(context),
       fmt::format("group '{}' is of generation {} of the world, which this rank has left{}",
@@ -190,7 +190,7 @@ void throw_left(const Group& group, const Membership& world, ErrorContext contex
 }
 
 Group follow_world(const Group& given, ErrorContext context) {
-  const Membership& world = *Session::membership_of(given);
+  const WorldMembership& world = *Session::membership_of(given);
   if (!world.has_ended) return given;
   const Session* const now = session();
   const bool is_whole = given.name() == kWorldName;

@@ -12,8 +12,8 @@
 
 #include "base/fork_guard.hpp"
 #include "engines/catalog.hpp"
-#include "group/membership.hpp"
 #include "group/world.hpp"
+#include "group/world_membership.hpp"
 
 namespace lockstep::internal {
 
@@ -29,7 +29,7 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  static const std::shared_ptr<Membership>& membership_of(const Group& group) noexcept;
+  static const std::shared_ptr<WorldMembership>& membership_of(const Group& group) noexcept;
   const World& world() const noexcept { return world_; }
   const Group& world_group() const noexcept { return world_group_; }
   const Group& local_group() const noexcept { return local_group_; }
@@ -88,7 +88,8 @@ inline bool has_left(const Group& group) noexcept {
   return Session::membership_of(group)->has_ended;
 }
 /// Throws that UsageError. `world`: of `group`, or in which `group` was bound.
-[[noreturn]] void throw_left(const Group& group, const Membership& world, ErrorContext context);
+[[noreturn]] void throw_left(const Group& group, const WorldMembership& world,
+                             ErrorContext context);
 /// Whether threads of this process are ranks of run_ranks now, or were until destroy_dist.
 bool has_rank_threads() noexcept;
 /// Whether the calling thread was a rank of run_ranks until destroy_dist, and is now alone.

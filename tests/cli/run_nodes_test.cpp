@@ -367,7 +367,7 @@ TEST(RunNodesTest, more_nodes_than_descriptors_is_reported_at_once) {
                              .shell = "ulimit -n 68; exec \"$@\""})
                           ->wait();
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_TRUE(contains(ended.err, "1 ranks and 70 nodes need 139 open files, and the limit is 68"))
+  EXPECT_TRUE(contains(ended.err, "1 rank and 70 nodes need 139 open files, and the limit is 68"))
       << ended.err;
 }
 

@@ -108,7 +108,7 @@ TEST_F(ElasticTrainingTest, parameters_changed_in_a_step_that_is_not_complete) {
   EXPECT_EQ(refused.ended.exit_code, 1) << refused.ended.out;
   EXPECT_TRUE(contains(refused.ended.err,
                        "cannot repeat step 10, which was not complete: it has "
-                       "changed parameters already. Call step_done() right"))
+                       "changed parameters already. Let step_done step the optimizers"))
       << refused.ended.err;
   const Trained repeated = train({"-n", "4", "--elastic", "1:3"}, 20, {"snapshot"});
   EXPECT_EQ(repeated.ended.exit_code, 0) << repeated.ended.out << repeated.ended.err;

@@ -177,7 +177,7 @@ TEST(ElasticStateTest, a_parameter_that_only_the_program_changes_is_listed) {
 }
 
 TEST(ElasticStateTest, a_file_resumes_with_everything) {
-  const std::string path = testing::TempDir() + "elastic_state.pt";
+  const std::string path = ::testing::TempDir() + "elastic_state.pt";
   std::filesystem::remove(path);
   run_ranks(2, [&](int rank) {
     const auto train = [&](std::size_t n_epochs) {

@@ -19,7 +19,7 @@
 #include <lockstep/nn/replication.hpp>
 
 namespace lockstep::internal {
-struct Membership;
+struct WorldMembership;
 }  // namespace lockstep::internal
 
 namespace lockstep::nn {
@@ -64,7 +64,7 @@ struct ReplicaState {
 /// The group to which a layer of an unset group is bound, and the world in which that was.
 struct BoundGroup {
   std::optional<Group> group{};
-  std::shared_ptr<const internal::Membership> world{};
+  std::shared_ptr<const internal::WorldMembership> world{};
 };
 
 /// Sets the name of every NamedLayer below `root`.

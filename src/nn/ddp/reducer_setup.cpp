@@ -227,7 +227,7 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
 Reducer::~Reducer() { remove_hooks(); }
 
 void Reducer::check_world() const {
-  const internal::Membership& world = *internal::Session::membership_of(group_);
+  const internal::WorldMembership& world = *internal::Session::membership_of(group_);
   if (world.has_ended) internal::throw_left(group_, world, context());
   if (is_alone_ && is_distributed()) {
     throw UsageError(context(),
