@@ -207,7 +207,9 @@ void define_ranks(nb::module_& module) {
   define_group(module);
   module.def("init_dist", &init, "launcher"_a, "backend"_a, "timeout"_a.none());
   module.def("destroy_dist", &destroy, "failure"_a);
-  module.def("joined", [] { return internal::variable(internal::kJoined).value_or(""); });
+  module.def(
+      "joined", [] { return internal::variable(internal::kJoined).value_or(""); },
+      "LOCKSTEP_JOINED; empty if it is not set.");
   module.def("keep_daemons_in_calls", &keep_daemons_in_calls);
   module.def("regroup", &regroup_here, "timeout"_a.none());
   module.def(
