@@ -109,6 +109,9 @@ TEST(CallQueueTest, callbacks_without_another_thread_run_after_the_posted_calls)
     queue->post(
         [&]() -> CallQueue::Completion {
           may_end.get_future().wait();
+          // For this thread, which starts others. Not by a limit of memory: a process keeps the
+          // stacks of threads that have ended.
+          for (const int call : {SYS_clone, SYS_clone3}) test::forbid(call);
           return [&] { return CallQueue::Callbacks([&] { order.emplace_back("callbacks"); }); };
         },
         {.operation = "first"});
@@ -118,8 +121,6 @@ TEST(CallQueueTest, callbacks_without_another_thread_run_after_the_posted_calls)
           return {};
         },
         {.operation = "second"});
-    // Not by a limit of memory: a process keeps stacks of threads that have ended.
-    for (const int call : {SYS_clone, SYS_clone3}) test::forbid(call);
     may_end.set_value();
     queue->wait_for_callbacks();
     EXPECT_EQ(order, (std::vector<std::string>{"second", "callbacks"}));
