@@ -166,6 +166,7 @@ class Flags(Program):
         frozen = epoch < N_EPOCHS - 2
         self.model[1].train(not frozen)
         self.model[3].bias.requires_grad_(not frozen)
+        self.wrap()  # one that was made in a frozen epoch would not average what is thawed
 
 
 class Accumulate(Program):
