@@ -98,24 +98,25 @@ std::string share_failure(std::string text, const Group& group, const TimeLimit&
 
 }  // namespace
 
-void run_first(FirstScope function, const std::function<void()>& f, const Group& of, Timeout limit,
-               std::source_location where) {
-  const Group group = of;  // f may change the program's
-  Hold::refuse_nesting(function, group, where);
-  if (group.rank() != 0) {
-    const std::string failure = share_failure({}, group, TimeLimit(limit), where);
+void run_first(FirstScope function, const std::function<void()>& f, const Group& group,
+               Timeout limit, std::source_location where) {
+  // f may change the program's.
+  const Group kept = group;  // NOLINT(performance-unnecessary-copy-initialization)
+  Hold::refuse_nesting(function, kept, where);
+  if (kept.rank() != 0) {
+    const std::string failure = share_failure({}, kept, TimeLimit(limit), where);
     if (!failure.empty()) {
-      throw PeerFailed(context_of(function, group, where),
+      throw PeerFailed(context_of(function, kept, where),
                        fmt::format("rank 0 failed inside:{}. This rank did not run its part; the "
                                    "group stays usable",
                                    failure));
     }
-    const Hold hold(function, group, limit, where);
+    const Hold hold(function, kept, limit, where);
     return f();
   }
   std::exception_ptr error;
   {
-    const Hold hold(function, group, limit, where);  // its own errors are not failures of f
+    const Hold hold(function, kept, limit, where);  // its own errors are not failures of f
     try {
       f();
     } catch (...) {
@@ -123,7 +124,7 @@ void run_first(FirstScope function, const std::function<void()>& f, const Group&
     }
   }
   // Rank 0 waits for its peers no longer than in any other collective.
-  share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", group, TimeLimit(), where);
+  share_failure(error ? fmt::format(" {}", base::text_of(error)) : "", kept, TimeLimit(), where);
   if (error) std::rethrow_exception(error);
 }
 

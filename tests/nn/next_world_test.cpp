@@ -78,15 +78,15 @@ test::Ended run_program(std::vector<std::string> options, const std::vector<std:
 }
 
 TEST(NextWorldTest, under_lockstep_run) {
-  struct Case {
+  struct ElasticRun {
     std::vector<std::string> options;
     const char* how;
     const char* generation;
   };
-  for (const Case& one :
-       {Case{{"-n", "2"}, "again", ""}, Case{{"-n", "2", "--elastic", "2"}, "again", ""},
-        Case{{"-n", "2", "--elastic", "2"}, "regroup", "0"},
-        Case{{"-n", "2", "--elastic", "2"}, "twice", "1"}}) {
+  for (const ElasticRun& one : {ElasticRun{{"-n", "2"}, "again", ""},
+                                ElasticRun{{"-n", "2", "--elastic", "2"}, "again", ""},
+                                ElasticRun{{"-n", "2", "--elastic", "2"}, "regroup", "0"},
+                                ElasticRun{{"-n", "2", "--elastic", "2"}, "twice", "1"}}) {
     const test::Ended ended = run_program(one.options, {one.how});
     EXPECT_EQ(ended.exit_code, 0) << one.how << ended.out << ended.err;
     EXPECT_TRUE(test::contains(ended.out, "rank 0 is done")) << ended.out << ended.err;
