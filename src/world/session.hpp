@@ -90,6 +90,8 @@ inline bool has_left(const Group& group) noexcept {
 /// Throws that UsageError. `world`: of `group`, or in which `group` was bound.
 [[noreturn]] void throw_left(const Group& group, const WorldMembership& world,
                              ErrorContext context);
+/// Throws it if this rank has left the world of `group`.
+void check_not_left(const Group& group, ErrorContext context);
 /// Whether threads of this process are ranks of run_ranks now, or were until destroy_dist.
 bool has_rank_threads() noexcept;
 /// Whether the calling thread was a rank of run_ranks until destroy_dist, and is now alone.

@@ -1,13 +1,16 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <functional>
 #include <lockstep/error.hpp>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <vector>
@@ -42,6 +45,12 @@ class LayersOfAWorld {
     expect_mean("bound in a scope, after it", scoped_, mean_of(parity));
     ddp_.emplace(linear_);
     ddp_->forward(torch::ones({1, 1})).sum().backward();
+    optimizer_ = std::make_unique<ZeroRedundancyOptimizer<torch::optim::SGD>>(
+        linear_->parameters(), torch::optim::SGDOptions(0.1));
+    optimizer_->step();
+    expect_samples("sampler", sampler_);
+    explicit_sampler_.emplace(kSamples, DistributedSamplerOptions{.group = world_});
+    half_sampler_.emplace(kSamples, DistributedSamplerOptions{.group = half_});
     return problems_;
   }
 
@@ -78,6 +87,12 @@ class LayersOfAWorld {
     expect_error("over a half", left, [&] {
       (void)DistributedDataParallel(torch::nn::Linear(1, 1), {.group = *half_});
     });
+    expect_error("ZeroRedundancyOptimizer", left, [&] { optimizer_->step(); });
+    expect_error("its consolidation", left, [&] { optimizer_->consolidate(); });
+    expect_error("a sampler in its epoch", left, [&] { sampler_.next(1); });
+    expect_samples("sampler", sampler_);
+    expect_samples("explicit sampler", *explicit_sampler_);
+    expect_error("sampler of a half", left, [&] { half_sampler_->reset(); });
     ddp_.reset();
     linear_->zero_grad();
     DistributedDataParallel again(linear_, {.group = *world_});
@@ -150,6 +165,18 @@ class LayersOfAWorld {
     const double got = layer->running_mean.item<double>();
     if (got != mean) problems_.push_back(fmt::format("{}: {} for {}", what, got, mean));
   }
+  /// An epoch of each rank's own samples.
+  void expect_samples(const char* what, DistributedSampler& sampler) {
+    sampler.reset();
+    std::vector<std::size_t> got;
+    while (const auto next = sampler.next(3)) got.insert(got.end(), next->begin(), next->end());
+    std::vector<std::size_t> all;
+    for (const auto& of : all_gather_object(got)) all.insert(all.end(), of.begin(), of.end());
+    std::ranges::sort(all);
+    std::vector<std::size_t> expected(kSamples);
+    std::iota(expected.begin(), expected.end(), 0);
+    if (all != expected) problems_.push_back(fmt::format("{}: {}", what, fmt::join(all, " ")));
+  }
   template <class F>
   void expect_error(const char* what, const std::string& part, F f) {
     try {
@@ -171,6 +198,10 @@ class LayersOfAWorld {
   std::shared_ptr<TypedImpl> typed_ = std::make_shared<TypedImpl>();
   torch::nn::Linear linear_{1, 1};
   std::optional<DistributedDataParallel<torch::nn::Linear>> ddp_;
+  static constexpr std::size_t kSamples = 13;
+  std::unique_ptr<ZeroRedundancyOptimizer<torch::optim::SGD>> optimizer_;
+  DistributedSampler sampler_{kSamples};
+  std::optional<DistributedSampler> explicit_sampler_, half_sampler_;
   std::vector<std::string> problems_;
 };
 

@@ -24,7 +24,8 @@ struct DistributedSamplerOptions {
   bool shuffle = true;     ///< a new order in every epoch, the same on all ranks
   std::uint64_t seed = 0;  ///< the same on all ranks
   UnevenTail tail = UnevenTail::keep;
-  Group group = default_group();  ///< only its rank and size are used: no communication
+  /// Only its rank and size are used: no communication. Unset: default_group() as each epoch begins.
+  std::optional<Group> group{};
   /// Batches that a loader with workers takes before it returns them: its max_jobs, by default
   /// twice its workers. save() leaves them for the rest of the epoch.
   std::size_t n_ahead = 0;
@@ -54,8 +55,10 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   std::size_t n_samples() const;
 
   /// Starts the next epoch, with a new size of the data set if given. The first reset after load,
-  /// without a size, resumes the saved epoch if that is not complete.
+  /// without a size, resumes the saved epoch if that is not complete. UsageError if the group that
+  /// was given is a split one of a world that the rank has left.
   void reset(torch::optional<std::size_t> new_size = {}) override;
+  /// UsageError if the rank has left the world in which the epoch began: reset, as begin() does.
   torch::optional<std::vector<std::size_t>> next(std::size_t batch_size) override;
   /// Saves the next epoch and the position in this one. One rank's archive serves all.
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -66,6 +69,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
  private:
   struct State {
     std::size_t size;
+    std::optional<Group> group{};  // as the epoch began
     std::size_t next_epoch = 0;
     std::size_t epoch = 0;
     std::size_t n_taken = 0;
@@ -74,6 +78,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
     bool is_resumed = false;              // by load: the next reset resumes
   };
 
+  Group group() const;
   void begin_epoch(std::size_t epoch);
   std::size_t n_returned() const;
 

@@ -77,6 +77,7 @@ class ZeroRedundancyOptimizerBase : public torch::optim::Optimizer {
   /// Errors, in addition to those of the group's collectives: UsageError on this rank, as a refused
   /// call of the group (see Group), if a gradient is sparse, the parameters of a group have been
   /// exchanged, or one has got another type, shape or order in memory since (to(), set_data, load);
+  /// UsageError in a later world than that of the construction;
   /// MismatchError on every rank, naming the first difference, if options, the number of groups or
   /// of their parameters, or which parameters have gradients differ between the ranks, or the
   /// parameters of an added group. In all these cases nothing is changed. All have the line of the

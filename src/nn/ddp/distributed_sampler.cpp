@@ -11,17 +11,34 @@
 
 #include "nn/ddp/epoch_order.hpp"
 #include "nn/error.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::nn {
+namespace {
+
+constexpr const char* kSampler = "DistributedSampler";
+
+}  // namespace
 
 DistributedSampler::DistributedSampler(std::size_t size, const DistributedSamplerOptions& options)
     : options_(options), state_(std::make_shared<State>(State{.size = size})) {
   begin_epoch(0);
 }
 
+/// Unset: that of the last epoch while its world lasts, because a helper thread may ask.
+Group DistributedSampler::group() const {
+  if (options_.group) {
+    return internal::follow_world(*options_.group, context_of(kSampler, *options_.group, {}));
+  }
+  const std::optional<Group>& last = state_->group;
+  const bool is_kept = last && !internal::has_left(*last) && (last->size() > 1 || !is_distributed());
+  return is_kept ? *last : default_group();
+}
+
 std::size_t DistributedSampler::n_samples() const {
-  const auto rank = static_cast<std::size_t>(options_.group.rank());
-  const auto n_ranks = static_cast<std::size_t>(options_.group.size());
+  const Group now = group();
+  const auto rank = static_cast<std::size_t>(now.rank());
+  const auto n_ranks = static_cast<std::size_t>(now.size());
   const std::size_t size = state_->size;
   const std::size_t tail = size % n_ranks;
   switch (options_.tail) {
@@ -34,14 +51,15 @@ std::size_t DistributedSampler::n_samples() const {
 
 void DistributedSampler::begin_epoch(std::size_t epoch) {
   State& state = *state_;
+  state.group = group();
   state.epoch = epoch;
   state.n_taken = 0;
   state.n_before.clear();
   state.is_resumed = false;
   const auto order = epoch_order(state.size, options_.shuffle, options_.seed, epoch);
   state.indices.resize(n_samples());
-  const auto rank = static_cast<std::size_t>(options_.group.rank());
-  const auto n_ranks = static_cast<std::size_t>(options_.group.size());
+  const auto rank = static_cast<std::size_t>(state.group->rank());
+  const auto n_ranks = static_cast<std::size_t>(state.group->size());
   for (std::size_t i = 0; i < state.indices.size(); ++i) {
     state.indices[i] = order[(rank + i * n_ranks) % state.size];
   }
@@ -64,6 +82,7 @@ void DistributedSampler::reset(torch::optional<std::size_t> new_size) {
 
 torch::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
   State& state = *state_;
+  internal::check_not_left(*state.group, context_of(kSampler, *state.group, {}));
   const std::size_t n = std::min(batch_size, state.indices.size() - state.n_taken);
   state.n_before.push_back(state.n_taken);
   if (n == 0) return {};
@@ -93,7 +112,7 @@ void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
   archive.write("next_epoch", number(state_->next_epoch), /*is_buffer=*/true);
   archive.write("n_taken", number(n_returned()), /*is_buffer=*/true);
   archive.write("n_samples", number(state_->indices.size()), /*is_buffer=*/true);
-  archive.write("n_ranks", number(static_cast<std::size_t>(options_.group.size())),
+  archive.write("n_ranks", number(static_cast<std::size_t>(state_->group->size())),
                 /*is_buffer=*/true);
 }
 
@@ -107,7 +126,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
     }
     return static_cast<std::size_t>(value.item<std::int64_t>());
   };
-  const auto own_ranks = static_cast<std::size_t>(options_.group.size());
+  const auto own_ranks = static_cast<std::size_t>(group().size());
   const std::size_t size = number("size"), epoch = number("epoch"), n_taken = number("n_taken");
   const std::size_t next_epoch = number("next_epoch");
   // Older archives have neither of these.
@@ -117,7 +136,7 @@ void DistributedSampler::load(torch::serialize::InputArchive& archive) {
   const bool is_over = n_taken >= n_samples;
   if (!is_same && n_taken > 0 && !is_over) {
     throw UsageError(
-        context_of("DistributedSampler::load", options_.group, {}),
+        context_of("DistributedSampler::load", group(), {}),
         fmt::format(
             "the archive is from the middle of an epoch of {} samples on {} ranks, and this "
             "sampler has {} samples on {}: resume with the same, or save between epochs",

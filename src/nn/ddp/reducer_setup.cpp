@@ -227,8 +227,7 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
 Reducer::~Reducer() { remove_hooks(); }
 
 void Reducer::check_world() const {
-  const internal::WorldMembership& world = *internal::Session::membership_of(group_);
-  if (world.has_ended) internal::throw_left(group_, world, context());
+  internal::check_not_left(group_, context());
   if (is_alone_ && is_distributed()) {
     throw UsageError(context(),
                      "was made before this rank was in a world, whose gradients it would not "

@@ -118,6 +118,8 @@ struct ShardedState {
   void load(torch::serialize::InputArchive& archive, const Groups& all,
             const torch::optim::OptimizerOptions& defaults);
   ErrorContext context(std::source_location at) const;
+  /// Throws UsageError if this rank has left the world in which this was made.
+  void check_world(std::source_location at) const;
 
   const OptimizerClass& optimizer_class;
   Group group;

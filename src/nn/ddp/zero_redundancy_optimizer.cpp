@@ -19,6 +19,7 @@
 #include "nn/ddp/sharded_state.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/hash.hpp"
+#include "world/session.hpp"
 
 /// A step: the ranks compare a hash of what they are about to do; each updates its pieces; then
 /// these travel as a stream of bytes per rank, one slot of memory at a time.
@@ -62,6 +63,10 @@ void copy_part(Direction direction, const std::vector<Tensor>& stream, std::int6
 
 ErrorContext ShardedState::context(std::source_location at) const {
   return context_of(kZeroRedundancy, group, at);
+}
+
+void ShardedState::check_world(std::source_location at) const {
+  internal::check_not_left(group, context(at));
 }
 
 // --- parameter groups ---------------------------------------------------------------------------
@@ -356,6 +361,7 @@ ZeroRedundancyOptimizerBase::~ZeroRedundancyOptimizerBase() = default;
 
 at::Tensor ZeroRedundancyOptimizerBase::step(LossClosure closure) {
   detail::ShardedState& sharded = *sharded_;
+  sharded.check_world(sharded.where);
   at::Tensor loss;
   lockstep::detail::Collective(detail::kZeroRedundancy, sharded.group, sharded.where).run([&] {
     if (closure != nullptr) {
@@ -385,6 +391,7 @@ at::Tensor ZeroRedundancyOptimizerBase::step(LossClosure closure) {
 
 void ZeroRedundancyOptimizerBase::consolidate(int to, std::source_location where) {
   detail::ShardedState& sharded = *sharded_;
+  sharded.check_world(where);
   if (const std::string text = why_no_rank("to", to, sharded.group); !text.empty()) {
     lockstep::detail::Collective(detail::kZeroRedundancy, sharded.group, where).refuse(text);
     throw UsageError(sharded.context(where), text);
