@@ -16,6 +16,7 @@ asan-nn|30|libtorch layer and Python packages under AddressSanitizer and Undefin
 tsan-nn|12|what has threads of the libtorch layer under ThreadSanitizer, over PyTorch 2.13
 arm64|6|the core for arm64 under qemu: up to 3 ranks as threads and as processes, kernels
 campaign|6|500 random faults in real jobs over every engine, 33 in trainings
+losses|9|the time from a loss to going on in Python, over 500 losses: within what docs/howto/elastic.md promises
 python|14|the Python package, with 500 random faults, Accelerate, Lightning and others
 newer|80|Python package for torch and libtorch layer over the newer versions of PyTorch (venv_torch_newer in dev)
 valgrind|2|ranks that are 2 and 3 processes under memcheck
@@ -50,6 +51,7 @@ run_stage() {
     arm64) ./dev test --preset arm64 core --filter "$under_qemu" ;;
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
       ./dev test fault --filter '*CampaignTest.*' ;;
+    losses) ./dev bench elastic --losses 500 --limits && ./dev bench elastic --keep ;;
     python) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM ./dev test python --all ;;
     newer) ./dev test python nn --torch newer ;;
     valgrind) ./dev test --valgrind ;;

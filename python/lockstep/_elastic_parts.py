@@ -25,6 +25,10 @@ from typing import Any
 
 import torch
 
+from . import _extension
+
+_torch = _extension.load()
+
 
 class _Tensors:
     """Copies of the tensors in dicts: one operation for all of a kind, because one for each costs ten times as much."""
@@ -76,12 +80,11 @@ class Module:
         buffers = [m._buffers for m in self.modules]
         self._tensors = _Tensors(buffers + [m._parameters for m in self.modules] if self._snapshot else buffers)
 
-    def keep_gradients(self) -> None:
-        self.gradients = [None if (grad := parameter.grad) is None else grad._version for parameter in self.parameters]
+    def keep_flags(self) -> None:
+        self.requires_grad, self.gradients = _torch.flags_of(self.parameters)
 
     def keep(self) -> None:
-        self.keep_gradients()
-        self.requires_grad = [parameter.requires_grad for parameter in self.parameters]
+        self.keep_flags()
         self._training = [module.training for module in self.modules]
         self._extra = [copy.deepcopy(module.get_extra_state()) for module in self._with_extra]
         self._tensors.keep()

@@ -230,7 +230,7 @@ class ElasticState:
                 raise Regroup
         else:
             self._forget_step()
-            self._watch.keep_gradients()
+            self._watch.keep_flags()
         self._begin_step()
 
     def _finish(self) -> None:
@@ -384,22 +384,30 @@ def _not_data(value: Any) -> Any:
 
 
 def _generators(former: dict[str, Any]) -> dict[str, Any]:
-    """The states of all generators. former: the last ones."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    """The states of all generators. former: the last ones.
+
+    Getting those of random and of numpy costs as much as all the rest of a state: only where somebody has drawn a number since.
+    """
+    generator, kept = random._inst, former.get("random")  # type: ignore[attr-defined]
+    size = type(generator).__base__.__basicsize__ - object.__basicsize__  # 624 words and a position
+    memory = ctypes.string_at(id(generator) + object.__basicsize__, size)
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
+    states["random"] = kept if _is_unchanged(kept, memory, kept and kept[1][2]) else (memory, generator.getstate())
     if "numpy" in sys.modules:
-        generator, former_state = sys.modules["numpy"].random.mtrand._rand, former.get("numpy")
-        bits, words = generator._bit_generator, b""
+        generator = sys.modules["numpy"].random.mtrand._rand
+        bits, memory = generator._bit_generator, b""
         if type(bits).__name__ == "MT19937":  # 624 words and a position
-            words = ctypes.string_at(bits.ctypes.state_address, 2500)
-        # get_state() costs 40 us, as much as all the rest: only where somebody has drawn a number since, also the second one
-        # of a pair of normal numbers, which changes no words.
-        if words and former_state is not None and former_state[0] == words and not former_state[1][3]:
-            states["numpy"] = former_state
-        else:
-            states["numpy"] = words, generator.get_state()  # the digest reads the words
+            memory = ctypes.string_at(bits.ctypes.state_address, 2500)
+        kept = former.get("numpy")
+        states["numpy"] = kept if _is_unchanged(kept, memory, kept and kept[1][3]) else (memory, generator.get_state())
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
+
+
+def _is_unchanged(kept: Any, memory: bytes, second: Any) -> bool:
+    """second: what was kept has the second one of a pair of normal numbers, taking which changes no memory."""
+    return kept is not None and bool(memory) and kept[0] == memory and not second
 
 
 def _digest(state: Any) -> bytes:
@@ -414,7 +422,7 @@ def _set_generators(states: dict[str, Any]) -> None:
         if name == "torch":
             torch.set_rng_state(state)
         elif name == "random":
-            random.setstate(state)
+            random.setstate(state[1])
         elif name == "numpy":
             sys.modules["numpy"].random.set_state(state[1])
         else:

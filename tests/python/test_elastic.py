@@ -734,6 +734,41 @@ def test_an_exception_that_the_program_keeps_does_not_keep_its_ddp_acting(train)
     assert largest_difference(alone, killed) < 1e-9
 
 
+@pytest.mark.parametrize("frozen", ["before", "after", "wrapped anew"])
+def test_a_parameter_that_is_thawed(train, frozen):
+    """Its gradients are averaged only by a DistributedDataParallel that is made afterwards: with losses or without."""
+    train(
+        2,
+        f"""
+        frozen = {frozen!r}
+        bias = model[3].bias
+
+        def train():
+            bias.requires_grad_(state.step >= 2 or frozen != "before")
+            ddp = DistributedDataParallel(model, find_unused_parameters=True)
+            bias.requires_grad_(state.step >= 2)
+            for inputs, targets in DataLoader(data, batch_sampler=sampler):
+                if state.step == 2:
+                    bias.requires_grad_(True)
+                    if frozen == "wrapped anew":
+                        ddp = DistributedDataParallel(model)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(ddp(inputs), targets).backward()
+                if state.step == 2 and frozen != "wrapped anew":
+                    before = bias.detach().clone()
+                    with raises(ls.UsageError, "parameter 0/3.bias of the state (part/name) requires a gradient again"):
+                        optimizer.step()
+                    assert (bias == before).all()
+                    bias.requires_grad_(False).grad = None
+                optimizer.step()
+                state.step_done()
+
+        lockstep.nn.run_elastic(state, train)
+        """,
+        elastic(2, "2"),
+    )
+
+
 # --- in this process ------------------------------------------------------------------------------
 
 
@@ -1066,3 +1101,23 @@ def test_a_loader_that_begins_again_in_an_epoch_draws_nothing(nn):
         training.run(train)
         drawn.append(torch.rand(3).tolist())
     assert drawn[1:] == drawn[:1] * 3
+
+
+def test_generators_whatever_has_drawn(nn):
+    """What is kept anew only if it has changed: also by the second one of a pair of normal numbers, which changes no words."""
+    import random
+
+    import numpy
+    import torch
+
+    from lockstep._elastic_state import _generators, _set_generators
+
+    draws = [random.random, lambda: random.gauss(0, 1), numpy.random.rand, numpy.random.standard_normal, lambda: torch.rand(1).item()]
+    kept = _generators({})
+    for draw in [*draws, *draws, *draws[::-1]]:
+        before = draw()
+        kept = _generators(kept)
+        expected = [draw() for draw in draws]
+        _set_generators(kept)
+        assert [draw() for draw in draws] == expected, (draws.index(draw), before)
+        _set_generators(kept)
