@@ -29,7 +29,9 @@ class Watch:
         self._has_new_structure = True
         self._ids: set[int] = set()  # of the modules
         self._owned: dict[torch.Tensor, str] = {}  # their parameters: part/name
-        self._ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # Those that the function has made, and their parameters that were without requires_grad then, or between two steps since:
+        # where one is made after a loss it leaves them alone.
+        self._ddps: weakref.WeakKeyDictionary[DistributedDataParallel, set[torch.Tensor]] = weakref.WeakKeyDictionary()
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -77,6 +79,8 @@ class Watch:
         if now == self._requires_grad or not self._hooks:
             return
         self._requires_grad = now
+        for ddp, frozen in self._ddps.items():
+            frozen |= _frozen(ddp)
         changed = self._by_hand.union(self._in_optimizers())
         for parameter in self._owned:
             if parameter.requires_grad and parameter not in changed and parameter not in self._hooks_of_parameters:
@@ -91,6 +95,7 @@ class Watch:
         if any(optimizer is part.optimizer for part in self._optimizers):
             # It may raise after it has changed some, as LBFGS in a later call of its closure.
             self._in_optimizer = [(p, p._version) for group in optimizer.param_groups for p in group["params"]]
+        self._check_ddps(optimizer)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(optimizer is part.optimizer for part in self._optimizers):
@@ -100,15 +105,30 @@ class Watch:
         elif not self._in_optimizer and any(p in self._owned for group in optimizer.param_groups for p in group["params"]):
             self._foreign = type(optimizer).__name__
 
-    def _on_registration(self, module: torch.nn.Module, name: str, _: Any) -> None:
+    def _check_ddps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the optimizer uses a gradient that no DistributedDataParallel has averaged."""
+        for ddp, frozen in self._ddps.items():
+            thawed = {p for p in frozen if p.requires_grad and p.grad is not None and p not in self._by_hand}
+            if thawed and any(p in thawed for group in optimizer.param_groups for p in group["params"]):
+                for other in self._ddps.keys() - {ddp}:  # made anew
+                    thawed -= set(other.parameters()) - self._ddps[other]
+                for parameter in thawed & self._owned.keys():
+                    raise UsageError(
+                        f"optimizer.step: parameter {self._owned[parameter]} of the state (part/name) requires a gradient again, and its "
+                        "DistributedDataParallel is older. One that is made while a parameter requires none, as after a loss, leaves its "
+                        "gradients different on each rank: make the DistributedDataParallel anew after requires_grad_(True)"
+                    )
+
+    def _on_registration(self, module: torch.nn.Module, name: str, part: Any) -> None:
         if isinstance(module, DistributedDataParallel):
-            self._ddps.add(module)
+            if name == "module":
+                self._ddps[module] = _frozen(part)
         elif id(module) in self._ids and name not in module._buffers:
             self._has_new_structure = True
 
-    def keep_gradients(self) -> None:
+    def keep_flags(self) -> None:
         for _, part in self._modules:
-            part.keep_gradients()
+            part.keep_flags()
 
     def has_changed_parameters(self) -> bool:
         """Whether a step that is not complete cannot be repeated."""
@@ -156,3 +176,7 @@ class Watch:
             else:  # private: another torch may do without
                 gc.collect()
         self._ddps.clear()
+
+
+def _frozen(module: torch.nn.Module) -> set[torch.Tensor]:
+    return {parameter for parameter in module.parameters() if not parameter.requires_grad}
