@@ -128,7 +128,8 @@ class SharedMemory {
 ///     all_to_all      out[q * count ...] <- rank q's in[r * count ...]
 ///     send, recv      in[count] to / out[count] from rank `root`
 ///
-/// in and out do not overlap, except where in == out is stated. Reductions are in rank order.
+/// in and out do not overlap, except where in == out is stated. Reductions of floats are in
+/// the order of the tree over the ranks (ReduceOp); an engine of another order gives other bits.
 ///
 /// Errors: MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError, EngineError. After any
 /// of them the Group is dead and makes no more calls. Threads: one call at a time.

@@ -73,10 +73,10 @@ typedef enum lockstep_dtype {
   LOCKSTEP_U64 = 12
 } lockstep_dtype;
 
-/** How values are combined, always in rank order: results are bitwise the same on all ranks. Sums
- * and products of integers wrap; mean of integers truncates toward zero; 16-bit floats accumulate
- * in f32 and are rounded once. band, bor and bxor take integers and bool, which has no sum,
- * product, mean. */
+/** How values are combined, always in the order of one tree over the ranks, ((0 + 1) + (2 + 3)) +
+ * ...: results are bitwise the same on all ranks, for any size and engine. Sums and products of
+ * integers wrap; mean of integers truncates toward zero; 16-bit floats accumulate in f32 and are
+ * rounded once. band, bor and bxor take integers and bool, which has no sum, product, mean. */
 typedef enum lockstep_reduction {
   LOCKSTEP_SUM = 0,
   LOCKSTEP_PRODUCT = 1,

@@ -1,5 +1,8 @@
 #include "kernels/batch_norm.hpp"
 
+#include <algorithm>
+#include <bit>
+
 #include "kernels/batch_norm_isa.hpp"
 
 namespace lockstep::kernels {
@@ -82,29 +85,68 @@ LOCKSTEP_INSTANTIATE(Float16)
 LOCKSTEP_INSTANTIATE(BFloat16)
 #undef LOCKSTEP_INSTANTIATE
 
+namespace {
+
+#include "kernels/moments.inc"
+
+/// Merges parts in the order of the tree (kernels/reduce.hpp), some channels at a time.
+struct Tree {
+  static constexpr std::size_t kChannels = 64;
+  /// Of one part or of several: in their memory, or in that of the caller.
+  struct Node {
+    double count;
+    const double* mean;
+    const double* m2;
+  };
+
+  const double* count;
+  const double* mean;
+  const double* m2;
+  std::size_t stride;
+  std::size_t n_channels;
+
+  Node over(int first, int n, double* into_mean, double* into_m2) const {
+    if (n == 1) {
+      const std::size_t at = static_cast<std::size_t>(first) * stride;
+      return {count[first], mean + at, m2 + at};
+    }
+    double other_mean[kChannels], other_m2[kChannels];
+    const int n_left = static_cast<int>(std::bit_floor(static_cast<unsigned>(n - 1)));
+    const Node left = over(first, n_left, into_mean, into_m2);
+    const Node right = over(first + n_left, n - n_left, other_mean, other_m2);
+    if (right.count == 0) return left;
+    if (left.count == 0) return copied(right, into_mean, into_m2);
+    const MergeMoments merge(left.count, right.count);
+#pragma GCC ivdep  // `left` may be what is written
+    for (std::size_t c = 0; c < n_channels; ++c) {
+      double merged_mean = left.mean[c], merged_m2 = left.m2[c];
+      merge(merged_mean, merged_m2, right.mean[c], right.m2[c]);
+      into_mean[c] = merged_mean;
+      into_m2[c] = merged_m2;
+    }
+    return {left.count + right.count, into_mean, into_m2};
+  }
+  Node copied(const Node& node, double* into_mean, double* into_m2) const {
+    std::copy_n(node.mean, n_channels, into_mean);
+    std::copy_n(node.m2, n_channels, into_m2);
+    return {node.count, into_mean, into_m2};
+  }
+};
+
+}  // namespace
+
 void batch_norm_merge(int n_parts, const double* count, const double* mean, const double* m2,
                       std::size_t stride, std::size_t channels, double* out_mean, double* out_m2) {
-  // Until the end out_mean holds the mean's distance from that of the first part: the distance is
-  // small, so the mean is rounded only once.
-  const double* base = nullptr;
-  double total = 0;
-  for (std::size_t c = 0; c < channels; ++c) out_mean[c] = out_m2[c] = 0;
-  for (int p = 0; p < n_parts; ++p) {
-    if (count[p] == 0) continue;
-    const double* part_mean = mean + static_cast<std::size_t>(p) * stride;
-    const double* part_m2 = m2 + static_cast<std::size_t>(p) * stride;
-    if (base == nullptr) base = part_mean;
-    const double share = count[p] / (total + count[p]);
-    const double spread = total * share;
-    total += count[p];
-    for (std::size_t c = 0; c < channels; ++c) {
-      const double delta = (part_mean[c] - base[c]) - out_mean[c];
-      out_mean[c] += delta * share;
-      out_m2[c] += part_m2[c] + delta * delta * spread;
+  for (std::size_t c = 0; c < channels; c += Tree::kChannels) {
+    const Tree tree{count, mean + c, m2 + c, stride, std::min(Tree::kChannels, channels - c)};
+    const Tree::Node all = tree.over(0, n_parts, out_mean + c, out_m2 + c);
+    if (all.count == 0) {
+      std::fill_n(out_mean + c, tree.n_channels, 0);
+      std::fill_n(out_m2 + c, tree.n_channels, 0);
+    } else if (all.mean != out_mean + c) {
+      tree.copied(all, out_mean + c, out_m2 + c);
     }
   }
-  if (base == nullptr) return;
-  for (std::size_t c = 0; c < channels; ++c) out_mean[c] += base[c];
 }
 
 }  // namespace lockstep::kernels

@@ -40,8 +40,9 @@ struct BatchNormShape {
 template <class T>
 void batch_norm_stats(const T* x, BatchNormShape shape, double* mean, double* m2);
 
-/// Merges the statistics of n_parts parts, in part order: part p has count[p] values and its
-/// mean[p * stride + c], m2[p * stride + c]. Parts of count 0 are skipped.
+/// Merges the statistics of n_parts parts, in the order of the tree over parts (reduce.hpp): part p
+/// has count[p] values and its mean[p * stride + c], m2[p * stride + c]. Parts of count 0 count as
+/// absent. 0 if all are.
 void batch_norm_merge(int n_parts, const double* count, const double* mean, const double* m2,
                       std::size_t stride, std::size_t channels, double* out_mean, double* out_m2);
 

@@ -4,6 +4,11 @@
 //
 // A few registers at a time are reduced over all inputs: values stay in registers, inputs and
 // output are accessed once. The remainder goes through the same code as vectors of one lane.
+//
+// What rounds is combined in the order of the tree: neighbours, then neighbours of these; the last
+// one without a neighbour goes up as it is. So the tree over 2^k inputs that begin at a multiple of
+// 2^k is a node of the tree over all, whoever computes it. What does not round goes from the first
+// to the last.
 
 #include <cstddef>
 #include <cstdint>
@@ -22,6 +27,7 @@
 #else
 #define LOCKSTEP_UNROLL _Pragma("GCC unroll 8")
 #endif
+#define LOCKSTEP_INLINE_MEMBER [[gnu::always_inline]] inline
 #define LOCKSTEP_INLINE [[gnu::always_inline]] static inline
 
 namespace lockstep::kernels::LOCKSTEP_ISA {
@@ -37,6 +43,7 @@ constexpr int kRegisterBytes = 16;
 
 #include "kernels/floats.inc"
 #include "kernels/moments.inc"
+#include "kernels/tree.inc"
 
 // --- elements: type in memory (Storage) and of the reduction (Value) ----------------------------
 
@@ -59,10 +66,17 @@ struct SummedInDouble {
   }
 };
 
+/// Whether sums and products of E's values are exact, or wrap.
+template <class E>
+constexpr bool kIsExact = std::is_integral_v<typename E::Value>;
+template <class T, class Via>
+constexpr bool kIsExact<SummedInDouble<T, Via>> = true;
+
 // --- operations on vectors ----------------------------------------------------------------------
 
 /// Most operations do not change the reduced value.
 struct NoFinish {
+  static constexpr bool kRounds = false;
   template <class V>
   LOCKSTEP_INLINE V finish(V x, int) {
     return x;
@@ -70,6 +84,7 @@ struct NoFinish {
 };
 
 struct Sum : NoFinish {
+  static constexpr bool kRounds = true;
   template <class V>
   LOCKSTEP_INLINE V apply(V a, V b) {
     return a + b;
@@ -77,6 +92,7 @@ struct Sum : NoFinish {
 };
 
 struct Product : NoFinish {
+  static constexpr bool kRounds = true;
   template <class V>
   LOCKSTEP_INLINE V apply(V a, V b) {
     return a * b;
@@ -148,53 +164,120 @@ struct Call {
   std::size_t count;
 };
 
+/// How many inputs there are, if the code is made for that.
+enum class Inputs { two, few, many };
+constexpr int kFew = 8;
+
+/// Some elements of the inputs, from the byte `at` of each on.
+template <class E, class Op, int kLanes, int kRegisters>
+struct Slice {
+  struct Values {
+    Vector<typename E::Value, kLanes> of[kRegisters];
+  };
+  const Call& call;
+  std::size_t at;
+
+  LOCKSTEP_INLINE_MEMBER Values leaf(int r) const {
+    Values values;
+    load_registers<E, kLanes>(static_cast<const char*>(call.in[r]) + at, values.of);
+    return values;
+  }
+  LOCKSTEP_INLINE Values apply(const Values& a, const Values& b) {
+    Values values;
+    LOCKSTEP_UNROLL
+    for (int k = 0; k < kRegisters; ++k) {
+      values.of[k] = Op::template apply<decltype(+a.of[k])>(a.of[k], b.of[k]);
+    }
+    return values;
+  }
+  LOCKSTEP_INLINE_MEMBER Values in_order(int n) const {
+    Values values = leaf(0);
+    for (int r = 1; r < n; ++r) values = apply(values, leaf(r));
+    return values;
+  }
+  /// The tree over kLeaves inputs, a power of two.
+  template <int kLeaves>
+  LOCKSTEP_INLINE_MEMBER Values tree(int first) const {
+    if constexpr (kLeaves == 1) {
+      return leaf(first);
+    } else {
+      return apply(tree<kLeaves / 2>(first), tree<kLeaves / 2>(first + kLeaves / 2));
+    }
+  }
+  /// The tree over 1 to 7 inputs. The smallest of the trees that it consists of is the last.
+  LOCKSTEP_INLINE_MEMBER Values small_tree(int first, int n) const {
+    if (n < 4) {
+      if (n == 1) return leaf(first);
+      const Values two = tree<2>(first);
+      return n == 2 ? two : apply(two, leaf(first + 2));
+    }
+    const Values four = tree<4>(first);
+    switch (n) {
+      case 4: return four;
+      case 5: return apply(four, leaf(first + 4));
+      case 6: return apply(four, tree<2>(first + 4));
+      default: return apply(four, apply(tree<2>(first + 4), leaf(first + 6)));
+    }
+  }
+  /// The tree over more than kFew.
+  LOCKSTEP_INLINE_MEMBER Values large_tree(int n) const {
+    const int n_whole = n / kFew;
+    Values rest;
+    if (n % kFew != 0) rest = small_tree(n_whole * kFew, n % kFew);
+    return fold_tree(
+        n_whole, n % kFew != 0 ? &rest : nullptr, [&](int i) { return tree<kFew>(i * kFew); },
+        [](const Values& a, const Values& b) { return apply(a, b); });
+  }
+};
+
 /// Reduces kRegisters vectors of kLanes at a time, from element `at` on while they fit; returns
-/// the start of the remainder. kN: the number of inputs if known at compile time, else 0.
-template <class E, class Op, int kLanes, int kRegisters, int kN>
+/// the start of the remainder.
+template <class E, class Op, int kLanes, int kRegisters, Inputs kInputs>
 LOCKSTEP_INLINE std::size_t reduce_while_fits(const Call& call, std::size_t at) {
   using Storage = typename E::Storage;
-  using Values = Vector<typename E::Value, kLanes>;
-  const int n = kN != 0 ? kN : call.n;
-  const auto input = [&](int r) {
-    return static_cast<const char*>(call.in[r]) + at * sizeof(Storage);
-  };
+  using Elements = Slice<E, Op, kLanes, kRegisters>;
+  const int n = kInputs == Inputs::two ? 2 : call.n;
   for (; call.count - at >= kLanes * kRegisters; at += kLanes * kRegisters) {
-    Values reduced[kRegisters];
-    load_registers<E, kLanes>(input(0), reduced);
-    for (int r = 1; r < n; ++r) {
-      Values next[kRegisters];
-      load_registers<E, kLanes>(input(r), next);
-      LOCKSTEP_UNROLL
-      for (int k = 0; k < kRegisters; ++k) {
-        reduced[k] = Op::template apply<Values>(reduced[k], next[k]);
-      }
+    const Elements elements{call, at * sizeof(Storage)};
+    typename Elements::Values reduced;
+    if constexpr (kInputs == Inputs::two) {
+      reduced = elements.template tree<2>(0);
+    } else if constexpr (!Op::kRounds || kIsExact<E>) {
+      reduced = elements.in_order(n);
+    } else if constexpr (kInputs == Inputs::few) {
+      reduced = n == kFew ? elements.template tree<kFew>(0) : elements.small_tree(0, n);
+    } else {
+      reduced = elements.large_tree(n);
     }
     LOCKSTEP_UNROLL
-    for (int k = 0; k < kRegisters; ++k) reduced[k] = Op::template finish<Values>(reduced[k], n);
+    for (auto& values : reduced.of) {
+      values = Op::template finish<Vector<typename E::Value, kLanes>>(values, n);
+    }
     char* const out = static_cast<char*>(call.out) + at * sizeof(Storage);
-    store_registers<E, kLanes>(reduced, [out](std::size_t offset, auto stored) {
+    store_registers<E, kLanes>(reduced.of, [out](std::size_t offset, auto stored) {
       __builtin_memcpy(out + offset, &stored, sizeof(stored));
     });
   }
   return at;
 }
 
-template <class E, class Op, int kN>
-LOCKSTEP_INLINE void reduce_n(const Call& call) {
+// Each in a frame of its own: that of many inputs has a stack of partial results.
+template <class E, class Op, Inputs kInputs>
+[[gnu::noinline]] void reduce_inputs(const Call& call) {
   constexpr int kLanes = kRegisterBytes / static_cast<int>(sizeof(typename E::Value));
-  std::size_t at = reduce_while_fits<E, Op, kLanes, 4, kN>(call, 0);
-  at = reduce_while_fits<E, Op, kLanes, 1, kN>(call, at);
-  reduce_while_fits<E, Op, 1, 1, kN>(call, at);
+  std::size_t at = reduce_while_fits<E, Op, kLanes, 4, kInputs>(call, 0);
+  at = reduce_while_fits<E, Op, kLanes, 1, kInputs>(call, at);
+  reduce_while_fits<E, Op, 1, 1, kInputs>(call, at);
 }
 
 template <class E, class Op>
 void reduce_all(const void* const* in, int n, void* out, std::size_t count) {
   const Call call{in, n, out, count};
-  if (n == 2) {
-    reduce_n<E, Op, 2>(call);
-  } else {
-    reduce_n<E, Op, 0>(call);
+  if (n == 2) return reduce_inputs<E, Op, Inputs::two>(call);
+  if constexpr (Op::kRounds && !kIsExact<E>) {
+    if (n > kFew) return reduce_inputs<E, Op, Inputs::many>(call);
   }
+  reduce_inputs<E, Op, Inputs::few>(call);
 }
 
 __extension__ typedef __int128 Int128;
@@ -217,22 +300,20 @@ void mean_of_64_bits(const void* const* in, int n, void* out, std::size_t count)
   }
 }
 
-/// The base of each mean is that of the first sample.
 void merge_moments(const void* const* in, int n, void* out, std::size_t count) {
   struct Element {
-    double count, mean, m2, unused;
+    Moments moments;
+    double unused;
   };
   for (std::size_t i = 0; i < count; ++i) {
-    Moments sum;
-    double base = 0;
-    for (int r = 0; r < n; ++r) {
-      Element part;
-      __builtin_memcpy(&part, static_cast<const char*>(in[r]) + i * sizeof(part), sizeof(part));
-      if (part.count == 0) continue;
-      if (sum.count == 0) base = part.mean;
-      sum.merge(part.count, part.mean - base, part.m2);
-    }
-    const Element merged{sum.count, base + sum.offset, sum.m2, 0};
+    const auto part = [&](int r) {
+      Element element;
+      __builtin_memcpy(&element, static_cast<const char*>(in[r]) + i * sizeof(element),
+                       sizeof(element));
+      return element.moments;
+    };
+    Element merged{fold_tree<Moments>(n, nullptr, part, merged_moments), 0};
+    if (merged.moments.count == 0) merged.moments = {};
     __builtin_memcpy(static_cast<char*>(out) + i * sizeof(merged), &merged, sizeof(merged));
   }
 }
@@ -278,5 +359,6 @@ const ReduceTable kReduceTable = {{
 #undef LOCKSTEP_FLOATING_ROW
 #undef LOCKSTEP_UNROLL
 #undef LOCKSTEP_INLINE
+#undef LOCKSTEP_INLINE_MEMBER
 
 }  // namespace lockstep::kernels::LOCKSTEP_ISA

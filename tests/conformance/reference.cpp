@@ -5,6 +5,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "support/tree.hpp"
+
 namespace lockstep::test {
 namespace {
 
@@ -79,27 +81,26 @@ Bytes reduced_as(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed
     }
     return result;
   };
-  std::vector<Wide<T>> sums;
   std::size_t n_ranks = 0;
+  std::vector<std::vector<Bytes>> data;
   for (const std::vector<int>& ranks : hosts) {
-    std::vector<Wide<T>> partial;
-    for (const int rank : ranks) {
-      ++n_ranks;
-      const Bytes data = values(dtype, count, seed, rank);
-      const bool is_first = partial.empty();
-      partial.resize(count);
-      for (std::size_t i = 0; i < count; ++i) {
+    data.emplace_back();
+    for (const int rank : ranks) data.back().push_back(values(dtype, count, seed, rank));
+    n_ranks += ranks.size();
+  }
+  std::vector<Wide<T>> sums;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::vector<Wide<T>> of_hosts;
+    for (const std::vector<Bytes>& of_host : data) {
+      std::vector<Wide<T>> elements;
+      for (const Bytes& of_rank : of_host) {
         T element;
-        std::memcpy(&element, data.data() + i * sizeof(T), sizeof(T));
-        const auto value = static_cast<Wide<T>>(element);
-        partial[i] = is_first ? value : step(partial[i], value);
+        std::memcpy(&element, of_rank.data() + i * sizeof(T), sizeof(T));
+        elements.push_back(static_cast<Wide<T>>(element));
       }
+      of_hosts.push_back(combined_in_tree(std::move(elements), step));
     }
-    if (sums.empty()) {
-      sums = std::move(partial);
-      continue;
-    }
-    for (std::size_t i = 0; i < count; ++i) sums[i] = step(sums[i], partial[i]);
+    sums.push_back(combined_in_tree(std::move(of_hosts), step));
   }
   Bytes bytes(count * sizeof(T));
   for (std::size_t i = 0; i < count; ++i) {

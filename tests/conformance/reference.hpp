@@ -13,11 +13,11 @@ using Bytes = std::vector<std::byte>;
 /// The data of `rank`: pseudo-random elements, small enough that no integer or float overflows.
 Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank);
 
-/// values() of n ranks, reduced in rank order (deterministic).
+/// values() of n ranks, reduced in the order of the tree over ranks (combined_in_tree).
 Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks);
 
-/// values() of the ranks of several hosts: each host's in rank order, then the hosts in the order
-/// of their lowest ranks. `hosts`: for each rank the lowest rank on its host.
+/// values() of the ranks of several hosts: in the order of the tree over each host's ranks, then of
+/// the tree over the hosts, in the order of their lowest ranks. `hosts`: for each rank the lowest rank on its host.
 Bytes reduced_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
                       const std::vector<int>& hosts);
 

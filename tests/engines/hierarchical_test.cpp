@@ -99,6 +99,24 @@ TEST(HierarchicalTest, all_reduce_of_every_type_and_reduction) {
   }
 }
 
+TEST(HierarchicalTest, hosts_that_are_nodes_of_the_tree_give_the_bits_of_one) {
+  const std::vector<Hosts> aligned = {{0, 0, 2, 2, 4}, {0, 0, 0, 0, 4, 4, 4}, {0, 1, 2, 3, 4}};
+  for (const Hosts& hosts : aligned) {
+    run_hosts(hosts, [](const Group& group) {
+      for (const DType dtype : {DType::f16, DType::bf16, DType::f32, DType::f64}) {
+        for (const ReduceOp op : {ReduceOp::sum, ReduceOp::product, ReduceOp::mean}) {
+          for (const std::size_t count : {1, 67, 33'333}) {
+            Bytes data = test::values(dtype, count, /*seed=*/count, group.rank());
+            group.all_reduce({data.data(), count, dtype}, op);
+            ASSERT_EQ(data, test::reduced(dtype, op, count, /*seed=*/count, group.size()))
+                << name_of(dtype) << ' ' << name_of(op) << ' ' << count;
+          }
+        }
+      }
+    });
+  }
+}
+
 TEST(HierarchicalTest, reduce_leaves_other_ranks_alone) {
   for (const Hosts& hosts : layouts()) {
     run_hosts(hosts, [&](const Group& group) {

@@ -14,10 +14,11 @@ namespace lockstep::hierarchical {
 /// parts are short, which joins the messages of a host; longer parts, whose bytes cross only once
 /// anyway, and messages between two ranks on different hosts are those of `global`.
 ///
-/// Reductions combine the ranks of each host in rank order, then the hosts in the order of their
-/// lowest ranks, with the all_reduce of `global`; 16-bit floats and means of integers stay wide
-/// between hosts and are rounded once. One rank of each host rounds, so all ranks have the same
-/// bits if `global` gives its ranks the same bits.
+/// Reductions combine the ranks of each host, then the hosts in the order of their lowest ranks,
+/// with the all_reduce of `global`, each in the order of a tree: that over all ranks, if each host
+/// has 2^k consecutive ones and the last at most as many. 16-bit floats and means of integers stay
+/// wide between hosts and are rounded once. One rank of each host rounds, so all ranks have the
+/// same bits if `global` gives its ranks the same bits.
 ///
 /// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `global` itself if no
 /// two ranks share a host. Collective; `barrier` has the timeout and the caller's source line.

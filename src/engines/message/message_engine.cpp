@@ -45,8 +45,8 @@ class Memory final : public SharedMemory {
 
 /// Every operation as messages between the ranks: first headers, which are compared, with eager
 /// data; then the remaining data. If LOCKSTEP_CHECK is off, data only; barrier, split and allocate
-/// compare headers even then. This engine reduces itself: in rank order, for every type, with the
-/// same bits on all ranks.
+/// compare headers even then. This engine reduces itself: in the order of the tree over ranks, for
+/// every type, with the same bits on all ranks.
 class MessageEngine final : public internal::NativeEngine {
  public:
   MessageEngine(std::string name, std::unique_ptr<MessageChannel> channel, const Costs& costs);

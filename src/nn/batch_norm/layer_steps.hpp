@@ -109,10 +109,10 @@ at::TensorOptions parameter_options(const at::Tensor& input);
 OptionalTensor parameter_for(const at::Tensor& parameter, const at::Tensor& input);
 /// On CUDA `channels` must be all channels.
 at::Tensor local_statistics(const Activation& x, Channels channels);
-/// n x (1 + 2C) statistics, merged in order.
+/// n x (1 + 2C) statistics, merged in the order of the tree over them.
 at::Tensor merge_statistics(const at::Tensor& parts);
-/// The message of forward: replaces `mine` by the statistics of all ranks, merged in rank order by
-/// each rank or in a reduction by the group (internal::NativeEngine), so all ranks get the same
+/// The message of forward: replaces `mine` by the statistics of all ranks, merged in the order of
+/// the tree over ranks by each rank or in a reduction by the group (internal::NativeEngine), so all ranks get the same
 /// bits. Why not sums: docs/design/001.
 void merge_across_ranks(at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer covers: all of them or, if the group has low
