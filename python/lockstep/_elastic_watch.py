@@ -110,7 +110,7 @@ class Watch:
         for ddp, frozen in self._ddps.items():
             thawed = {p for p in frozen if p.requires_grad and p.grad is not None and p not in self._by_hand}
             if thawed and any(p in thawed for group in optimizer.param_groups for p in group["params"]):
-                for other in self._ddps.keys() - {ddp}:  # made anew
+                for other in set(self._ddps) - {ddp}:  # made anew
                     thawed -= set(other.parameters()) - self._ddps[other]
                 for parameter in thawed & self._owned.keys():
                     raise UsageError(

@@ -171,8 +171,9 @@ constexpr int kFew = 8;
 /// Some elements of the inputs, from the byte `at` of each on.
 template <class E, class Op, int kLanes, int kRegisters>
 struct Slice {
+  using Lanes = Vector<typename E::Value, kLanes>;
   struct Values {
-    Vector<typename E::Value, kLanes> of[kRegisters];
+    Lanes of[kRegisters];
   };
   const Call& call;
   std::size_t at;
@@ -186,7 +187,7 @@ struct Slice {
     Values values;
     LOCKSTEP_UNROLL
     for (int k = 0; k < kRegisters; ++k) {
-      values.of[k] = Op::template apply<decltype(+a.of[k])>(a.of[k], b.of[k]);
+      values.of[k] = Op::template apply<Lanes>(a.of[k], b.of[k]);
     }
     return values;
   }
@@ -250,8 +251,8 @@ LOCKSTEP_INLINE std::size_t reduce_while_fits(const Call& call, std::size_t at) 
       reduced = elements.large_tree(n);
     }
     LOCKSTEP_UNROLL
-    for (auto& values : reduced.of) {
-      values = Op::template finish<Vector<typename E::Value, kLanes>>(values, n);
+    for (auto& lanes : reduced.of) {
+      lanes = Op::template finish<typename Elements::Lanes>(lanes, n);
     }
     char* const out = static_cast<char*>(call.out) + at * sizeof(Storage);
     store_registers<E, kLanes>(reduced.of, [out](std::size_t offset, auto stored) {
