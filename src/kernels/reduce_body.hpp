@@ -222,12 +222,12 @@ struct Slice {
   }
   /// The tree over more than kFew.
   LOCKSTEP_INLINE_MEMBER Values large_tree(int n) const {
-    const int n_whole = n / kFew;
-    Values rest;
-    if (n % kFew != 0) rest = small_tree(n_whole * kFew, n % kFew);
-    return fold_tree(
-        n_whole, n % kFew != 0 ? &rest : nullptr, [&](int i) { return tree<kFew>(i * kFew); },
-        [](const Values& a, const Values& b) { return apply(a, b); });
+    const auto node = [&](int i) {
+      const int first = i * kFew;
+      return n - first >= kFew ? tree<kFew>(first) : small_tree(first, n - first);
+    };
+    return fold_tree<Values>((n + kFew - 1) / kFew, node,
+                             [](const Values& a, const Values& b) { return apply(a, b); });
   }
 };
 
@@ -264,21 +264,22 @@ LOCKSTEP_INLINE std::size_t reduce_while_fits(const Call& call, std::size_t at) 
 
 // Each in a frame of its own: that of many inputs has a stack of partial results.
 template <class E, class Op, Inputs kInputs>
-[[gnu::noinline]] void reduce_inputs(const Call& call) {
+[[gnu::noinline]] void reduce_inputs(const void* const* in, int n, void* out, std::size_t count) {
+  const Call call{in, n, out, count};
   constexpr int kLanes = kRegisterBytes / static_cast<int>(sizeof(typename E::Value));
-  std::size_t at = reduce_while_fits<E, Op, kLanes, 4, kInputs>(call, 0);
+  constexpr int kAtOnce = kInPairs<E> && kInputs == Inputs::few ? 2 : 4;
+  std::size_t at = reduce_while_fits<E, Op, kLanes, kAtOnce, kInputs>(call, 0);
   at = reduce_while_fits<E, Op, kLanes, 1, kInputs>(call, at);
   reduce_while_fits<E, Op, 1, 1, kInputs>(call, at);
 }
 
 template <class E, class Op>
 void reduce_all(const void* const* in, int n, void* out, std::size_t count) {
-  const Call call{in, n, out, count};
-  if (n == 2) return reduce_inputs<E, Op, Inputs::two>(call);
+  if (n == 2) return reduce_inputs<E, Op, Inputs::two>(in, n, out, count);
   if constexpr (Op::kRounds && !kIsExact<E>) {
-    if (n > kFew) return reduce_inputs<E, Op, Inputs::many>(call);
+    if (n > kFew) return reduce_inputs<E, Op, Inputs::many>(in, n, out, count);
   }
-  reduce_inputs<E, Op, Inputs::few>(call);
+  reduce_inputs<E, Op, Inputs::few>(in, n, out, count);
 }
 
 __extension__ typedef __int128 Int128;
@@ -313,7 +314,7 @@ void merge_moments(const void* const* in, int n, void* out, std::size_t count) {
                        sizeof(element));
       return element.moments;
     };
-    Element merged{fold_tree<Moments>(n, nullptr, part, merged_moments), 0};
+    Element merged{fold_tree<Moments>(n, part, merged_moments), 0};
     if (merged.moments.count == 0) merged.moments = {};
     __builtin_memcpy(static_cast<char*>(out) + i * sizeof(merged), &merged, sizeof(merged));
   }
