@@ -237,13 +237,18 @@ def measure_losses(options):
             for part, at in (each.rsplit("=", 1) for each in rest.replace(" group", "_group").split()):
                 passed.setdefault(part, []).append(float(at) - former)
                 former = float(at)
+                if part == "lost":
+                    noticed = former
+            passed.setdefault("after it", []).append(former - noticed)
             passed.setdefault("sum", []).append(former - died)
         print(f"{name}: {n_losses} losses, {len(passed['sum'])} survivors; ms")
         for part, seconds in passed.items():
             seconds.sort()
             median, most = seconds[len(seconds) // 2], seconds[int(len(seconds) * 0.99)]
             print(f"  {part:14} median {1e3 * median:7.1f}   99 % {1e3 * most:7.1f}   most {1e3 * seconds[-1]:7.1f}", flush=True)
-        if median > limits[0] or most > limits[1]:
+        # A process in which torch is loaded takes the kernel 20 ms to end, and more beside others; nobody hears of it before.
+        counted = passed["sum" if kind == "by_hand" else "after it"]
+        if counted[len(counted) // 2] > limits[0] or counted[int(len(counted) * 0.99)] > limits[1]:
             late.append(name)
     if options.limits and late:
         sys.exit(f"above the promised times: {', '.join(late)}")
