@@ -1,4 +1,5 @@
-// What ElasticState::step_done costs beside the step, of ResNet-18 with Adam: for bench/elastic.py --keep.
+// What ElasticState::step_done costs beside the step, of ResNet-18 with Adam: for bench/elastic.py
+// --keep.
 //     lockstep run -n 1 --elastic 1 -- bench_elastic_state
 
 #include <fmt/format.h>

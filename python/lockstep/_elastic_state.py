@@ -11,6 +11,7 @@ import itertools
 import os
 import random
 import sys
+from _random import Random as _Random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -388,8 +389,8 @@ def _generators(former: dict[str, Any]) -> dict[str, Any]:
 
     Getting those of random and of numpy costs as much as all the rest of a state: only where somebody has drawn a number since.
     """
-    generator, kept = random._inst, former.get("random")  # type: ignore[attr-defined]
-    size = type(generator).__base__.__basicsize__ - object.__basicsize__  # 624 words and a position
+    generator, kept = random._inst, former.get("random")
+    size = _Random.__basicsize__ - object.__basicsize__  # 624 words and a position
     memory = ctypes.string_at(id(generator) + object.__basicsize__, size)
     states: dict[str, Any] = {"torch": torch.get_rng_state()}
     states["random"] = kept if _is_unchanged(kept, memory, kept and kept[1][2]) else (memory, generator.getstate())

@@ -116,7 +116,8 @@ class Watch:
                     raise UsageError(
                         f"optimizer.step: parameter {self._owned[parameter]} of the state (part/name) requires a gradient again, and its "
                         "DistributedDataParallel is older. One that is made while a parameter requires none, as after a loss, leaves its "
-                        "gradients different on each rank: make the DistributedDataParallel anew after requires_grad_(True)"
+                        "gradients different on each rank: make the DistributedDataParallel anew after requires_grad_(True), or "
+                        "end each step (step_done) while the parameter requires one"
                     )
 
     def _on_registration(self, module: torch.nn.Module, name: str, part: Any) -> None:

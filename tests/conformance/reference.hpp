@@ -17,7 +17,8 @@ Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank);
 Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks);
 
 /// values() of the ranks of several hosts: in the order of the tree over each host's ranks, then of
-/// the tree over the hosts, in the order of their lowest ranks. `hosts`: for each rank the lowest rank on its host.
+/// the tree over the hosts, in the order of their lowest ranks. `hosts`: for each rank the lowest
+/// rank on its host.
 Bytes reduced_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
                       const std::vector<int>& hosts);
 

@@ -34,7 +34,7 @@ namespace {
 namespace nn = lockstep::nn;
 using torch::Tensor;
 
-constexpr std::size_t kSamples = 60, kBatch = 24, kEpochs = 6, kMicroBatches = 2;
+constexpr std::size_t kSamples = 64, kBatch = 24, kEpochs = 6, kMicroBatches = 2;
 constexpr std::int64_t kFatalStep = 4;  // the second of the second epoch
 
 /// Where this process is, and where it is killed.

@@ -24,7 +24,8 @@ struct DistributedSamplerOptions {
   bool shuffle = true;     ///< a new order in every epoch, the same on all ranks
   std::uint64_t seed = 0;  ///< the same on all ranks
   UnevenTail tail = UnevenTail::keep;
-  /// Only its rank and size are used: no communication. Unset: default_group() as each epoch begins.
+  /// Only its rank and size are used: no communication. Unset: default_group() as each epoch
+  /// begins.
   std::optional<Group> group{};
   /// Batches that a loader with workers takes before it returns them: its max_jobs, by default
   /// twice its workers. save() leaves them for the rest of the epoch.

@@ -12,7 +12,8 @@
 namespace lockstep::message {
 
 /// Transfers the data of calls, on which all ranks agree, as messages between the ranks, and
-/// reduces it: in the order of the tree over ranks, for every type, with the same bits on all ranks.
+/// reduces it: in the order of the tree over ranks, for every type, with the same bits on all
+/// ranks.
 class Collectives {
  public:
   /// `rounds`: null if every pair of ranks exchanges messages directly.

@@ -112,8 +112,8 @@ at::Tensor local_statistics(const Activation& x, Channels channels);
 /// n x (1 + 2C) statistics, merged in the order of the tree over them.
 at::Tensor merge_statistics(const at::Tensor& parts);
 /// The message of forward: replaces `mine` by the statistics of all ranks, merged in the order of
-/// the tree over ranks by each rank or in a reduction by the group (internal::NativeEngine), so all ranks get the same
-/// bits. Why not sums: docs/design/001.
+/// the tree over ranks by each rank or in a reduction by the group (internal::NativeEngine), so all
+/// ranks get the same bits. Why not sums: docs/design/001.
 void merge_across_ranks(at::Tensor& mine, const Layer& layer);
 /// How many channels each message of this layer covers: all of them or, if the group has low
 /// latency, the largest `preferred` of any rank, because batches may differ in size and layout

@@ -31,7 +31,8 @@ Group DistributedSampler::group() const {
     return internal::follow_world(*options_.group, context_of(kSampler, *options_.group, {}));
   }
   const std::optional<Group>& last = state_->group;
-  const bool is_kept = last && !internal::has_left(*last) && (last->size() > 1 || !is_distributed());
+  const bool is_kept =
+      last && !internal::has_left(*last) && (last->size() > 1 || !is_distributed());
   return is_kept ? *last : default_group();
 }
 
