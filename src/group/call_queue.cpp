@@ -118,22 +118,26 @@ void CallQueue::loop() {
       return !is_calling_ && (is_closing_ || !calls_.empty() || !ended.empty());
     });
     if (!calls_.empty()) {
-      const auto posted = calls_.begin();
-      ended.splice(ended.end(), calls_, posted);
-      current_ = posted->label;
+      calling_.splice(calling_.end(), calls_, calls_.begin());
+      Posted& posted = calling_.front();
+      current_ = posted.label;
       is_calling_ = true;
       lock.unlock();
       Completion completion;
       {
         const std::lock_guard running(running_);
-        completion = posted->call();
+        completion = posted.call();
       }
-      posted->call = nullptr;
+      posted.call = nullptr;
       // Release: a thread that sees the queue idle may use the engine.
       n_pending_.fetch_sub(1, std::memory_order_release);
-      if (completion) posted->callbacks = completion();
+      if (completion) posted.callbacks = completion();
       completion = nullptr;
-      if (!posted->callbacks) ended.erase(posted);
+      if (posted.callbacks) {
+        ended.splice(ended.end(), calling_);
+      } else {
+        calling_.clear();
+      }
       lock.lock();
       is_calling_ = false;
       changed_.notify_all();

@@ -101,8 +101,9 @@ class CallQueue {
   std::mutex running_;  // held by the thread that is in a call
   std::mutex mutex_;    // guards the members below
   std::condition_variable changed_;
-  std::list<Posted> calls_;  // a thread moves them without memory
-  PostedCall current_;       // what runs, if any
+  std::list<Posted> calls_;    // a thread moves them without memory
+  std::list<Posted> calling_;  // the one that runs, if any; of the thread that runs it
+  PostedCall current_;         // its label
   std::atomic<std::size_t> n_pending_{0};
   bool is_closing_ = false;
   bool is_left_to_thread_ = false;  // the thread in whose callbacks the last owner went
