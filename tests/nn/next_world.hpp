@@ -12,6 +12,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -49,6 +50,14 @@ class LayersOfAWorld {
         linear_->parameters(), torch::optim::SGDOptions(0.1));
     optimizer_->step();
     expect_samples("sampler", sampler_);
+    sampler_.reset();
+    torch::serialize::OutputArchive begun;
+    sampler_.save(begun);
+    std::stringstream bytes;
+    begun.save_to(bytes);
+    torch::serialize::InputArchive archive;
+    archive.load_from(bytes);
+    loaded_.load(archive);
     explicit_sampler_.emplace(kSamples, DistributedSamplerOptions{.group = world_});
     half_sampler_.emplace(kSamples, DistributedSamplerOptions{.group = half_});
     return problems_;
@@ -91,6 +100,7 @@ class LayersOfAWorld {
     expect_error("its consolidation", left, [&] { optimizer_->consolidate(); });
     expect_error("a sampler in its epoch", left, [&] { sampler_.next(1); });
     expect_samples("sampler", sampler_);
+    expect_samples("sampler that was loaded before", loaded_);
     expect_samples("explicit sampler", *explicit_sampler_);
     expect_error("sampler of a half", left, [&] { half_sampler_->reset(); });
     ddp_.reset();
@@ -200,7 +210,7 @@ class LayersOfAWorld {
   std::optional<DistributedDataParallel<torch::nn::Linear>> ddp_;
   static constexpr std::size_t kSamples = 13;
   std::unique_ptr<ZeroRedundancyOptimizer<torch::optim::SGD>> optimizer_;
-  DistributedSampler sampler_{kSamples};
+  DistributedSampler sampler_{kSamples}, loaded_{kSamples};
   std::optional<DistributedSampler> explicit_sampler_, half_sampler_;
   std::vector<std::string> problems_;
 };

@@ -81,6 +81,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
 
   Group group() const;
   void begin_epoch(std::size_t epoch);
+  void resume_in_the_world();
   std::size_t n_returned() const;
 
   DistributedSamplerOptions options_;

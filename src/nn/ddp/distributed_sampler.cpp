@@ -77,8 +77,28 @@ void DistributedSampler::reset(torch::optional<std::size_t> new_size) {
     state_->size = *new_size;
     state_->is_resumed = false;
   }
+  if (state_->is_resumed) resume_in_the_world();
   if (std::exchange(state_->is_resumed, false)) return;
   begin_epoch(state_->next_epoch++);
+}
+
+/// The epoch that was loaded may have been so before the world that the rank is in now.
+void DistributedSampler::resume_in_the_world() {
+  State& state = *state_;
+  const Group before = *state.group, now = group();
+  if (!internal::has_left(before) && before.size() == now.size()) return;
+  const std::size_t n_taken = state.n_taken;
+  if (before.size() != now.size() && n_taken > 0) {
+    throw UsageError(
+        context_of("DistributedSampler::reset", now, {}),
+        fmt::format(
+            "the epoch was loaded in the middle, on {} ranks, and there are {} now: load in "
+            "the world in which it goes on",
+            before.size(), now.size()));
+  }
+  begin_epoch(state.epoch);
+  state.n_taken = std::min(n_taken, state.indices.size());
+  state.is_resumed = true;
 }
 
 torch::optional<std::vector<std::size_t>> DistributedSampler::next(std::size_t batch_size) {
