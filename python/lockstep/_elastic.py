@@ -68,8 +68,8 @@ class _Rank(NamedTuple):
             if each.completed == newest and each.has_changed:
                 what = f"step {newest[0]}" + (f", or the end of epoch {newest[1]}" if newest[1] > 0 else "")
                 raise UsageError(
-                    f"run_elastic: rank {rank} cannot repeat {what}, which was not complete: an optimizer has "
-                    "changed parameters already. Call step_done() right after optimizer.step(), before any other "
+                    f"run_elastic: rank {rank} cannot repeat {what}, which was not complete: parameters of the "
+                    "state have changed already. Call step_done() right after optimizer.step(), before any other "
                     "operation of the ranks, or give ElasticState snapshot=True"
                 )
 
@@ -115,7 +115,7 @@ def _share(state: ElasticState, source: int, path: str | None, takes: bool, has_
             if path is None:
                 state._keep()
             packed = [state._packed() if path is None else read_file(path)]
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a part may hold what pickle refuses
             failure = f"{type(error).__name__}: {error}"
     _objects.broadcast_object_list(packed, source)
     if packed[0] and takes and (path is not None or _core.get_rank() != source):
@@ -124,11 +124,17 @@ def _share(state: ElasticState, source: int, path: str | None, takes: bool, has_
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
     failed = [(rank, text) for rank, text in enumerate(_objects.all_gather_object(failure)) if text]
-    if failed and has_state and not failure:
+    if not failed:
+        return
+    rank, text = (_core.get_rank(), failure) if failure else failed[0]
+    if packed[0]:
+        is_own, why = bool(failure), f"rank {rank} cannot take the state of {path or f'rank {source}'}: {text}"
+    else:
+        rank, text = failed[0]
+        is_own, why = takes, f"rank {rank} cannot {'give its state' if path is None else f'read {path}'}: {text}"
+    if has_state and not is_own:
         raise Regroup  # without the ranks that raise
-    if failed:
-        rank, text = (_core.get_rank(), failure) if failure else failed[0]
-        raise UsageError(f"run_elastic: rank {rank} cannot take the state of {path or f'rank {source}'}: {text}")
+    raise UsageError(f"run_elastic: {why}")
 
 
 def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: _world.Timeout = None) -> None:

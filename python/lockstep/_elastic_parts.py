@@ -2,7 +2,7 @@
 
 | row                                    | kept at each completed step          | set back where a step is repeated           |
 |----------------------------------------|--------------------------------------|---------------------------------------------|
-| parameters                             | not copied, but with snapshot        | a step that has changed them is refused     |
+| parameters                             | 16 values of each; all with snapshot | a step that has changed them is refused     |
 | which gradients are defined            | a list                               | zeros, or none                              |
 | requires_grad, training flags          | lists                                | all of them                                 |
 | buffers                                | a copy                               | the same tensors, with the values           |
@@ -67,8 +67,9 @@ class Module:
     def __init__(self, module: torch.nn.Module, snapshot: bool) -> None:
         self.module = module
         self._snapshot = snapshot
-        self.gradients: list[int | None] = []  # of each parameter: the version of its gradient; None: it has none
+        self.kept: Any = None  # of the parameters: _torch.KeptParameters
         self.requires_grad: list[bool] = []
+        self._has_gradient: list[bool] = []
         self._training: list[bool] = []
         self._extra: list[Any] = []
         self.find()
@@ -80,11 +81,12 @@ class Module:
         buffers = [m._buffers for m in self.modules]
         self._tensors = _Tensors(buffers + [m._parameters for m in self.modules] if self._snapshot else buffers)
 
-    def keep_flags(self) -> None:
-        self.requires_grad, self.gradients = _torch.flags_of(self.parameters)
+    def keep_parameters(self) -> None:
+        self.kept = _torch.KeptParameters(self.parameters)
 
     def keep(self) -> None:
-        self.keep_flags()
+        self.keep_parameters()
+        self.requires_grad, self._has_gradient = self.kept.requires_grad(), self.kept.has_gradient()
         self._training = [module.training for module in self.modules]
         self._extra = [copy.deepcopy(module.get_extra_state()) for module in self._with_extra]
         self._tensors.keep()
@@ -93,7 +95,7 @@ class Module:
         self._tensors.set_back()
         for module, extra in zip(self._with_extra, self._extra, strict=True):
             module.set_extra_state(copy.deepcopy(extra))
-        self._set_flags(self._training, self.requires_grad, [version is not None for version in self.gradients])
+        self._set_flags(self._training, self.requires_grad, self._has_gradient)
 
     def _set_flags(self, training: list[bool], requires_grad: list[bool], has_gradient: list[bool]) -> None:
         for module, flag in zip(self.modules, training, strict=True):
@@ -108,7 +110,7 @@ class Module:
         return {
             "state": state,
             "not persistent": {name: buffer for name, buffer in self.module.named_buffers() if name not in state},
-            "flags": (self._training, self.requires_grad, [version is not None for version in self.gradients]),
+            "flags": (self._training, self.requires_grad, self._has_gradient),
         }
 
     def load(self, values: Any) -> None:

@@ -13,7 +13,7 @@ import random
 import sys
 from _random import Random as _Random
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -231,7 +231,7 @@ class ElasticState:
                 raise Regroup
         else:
             self._forget_step()
-            self._watch.keep_flags()
+            self._watch.keep_parameters()
         self._begin_step()
 
     def _finish(self) -> None:
@@ -318,7 +318,7 @@ class ElasticState:
             "step": self._step,
             "epoch_ends": self._epoch_ends,
             "parts": [part.values() for part in self._parts],
-            "generators": {name: state for name, state in self._generators.items() if name in self._common},
+            "generators": {name: _plain(state) for name, state in self._generators.items() if name in self._common},
         }
         file = io.BytesIO()
         torch.save(values, file)
@@ -384,48 +384,66 @@ def _not_data(value: Any) -> Any:
     return value if is_parameter or hasattr(value, "load_state_dict") else None
 
 
-def _generators(former: dict[str, Any]) -> dict[str, Any]:
-    """The states of all generators. former: the last ones.
+class _Drawn(NamedTuple):
+    """The state of a generator of random or of numpy. Getting that costs as much as all the rest of an ElasticState."""
 
-    Getting those of random and of numpy costs as much as all the rest of a state: only where somebody has drawn a number since.
-    """
-    generator, kept = random._inst, former.get("random")
-    size = _Random.__basicsize__ - object.__basicsize__  # 624 words and a position
-    memory = ctypes.string_at(id(generator) + object.__basicsize__, size)
+    memory: bytes  # in which it lies: where that is the same, nobody has drawn a number since
+    state: Any
+    digest: bytes  # the same on ranks whose generators are
+
+
+def _generators(former: dict[str, Any]) -> dict[str, Any]:
+    """The states of all generators. former: the last ones."""
     states: dict[str, Any] = {"torch": torch.get_rng_state()}
-    states["random"] = kept if _is_unchanged(kept, memory, kept and kept[1][2]) else (memory, generator.getstate())
+    generator, kept = random._inst, former.get("random")
+    memory = _memory_of(generator, _Random) + repr(vars(generator).get("gauss_next")).encode()
+    if kept is None or kept.memory != memory:
+        kept = _Drawn(memory, generator.getstate(), _hash(memory))
+    states["random"] = kept
     if "numpy" in sys.modules:
-        generator = sys.modules["numpy"].random.mtrand._rand
+        generator, kept = sys.modules["numpy"].random.mtrand._rand, former.get("numpy")
         bits, memory = generator._bit_generator, b""
-        if type(bits).__name__ == "MT19937":  # 624 words and a position
-            memory = ctypes.string_at(bits.ctypes.state_address, 2500)
-        kept = former.get("numpy")
-        states["numpy"] = kept if _is_unchanged(kept, memory, kept and kept[1][3]) else (memory, generator.get_state())
+        if type(bits).__name__ == "MT19937":  # 624 words and a position; the generator has the second one of a pair of normal numbers
+            words = ctypes.string_at(bits.ctypes.state_address, 2500)
+            memory = words + _memory_of(generator, type(generator))
+        if not memory or kept is None or kept.memory != memory:
+            state = generator.get_state(legacy=False)
+            digest = _hash((words if memory else b"") + repr(state).encode())
+            kept = _Drawn(memory, state, digest)
+        states["numpy"] = kept
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
 
 
-def _is_unchanged(kept: Any, memory: bytes, second: Any) -> bool:
-    """second: what was kept has the second one of a pair of normal numbers, taking which changes no memory."""
-    return kept is not None and bool(memory) and kept[0] == memory and not second
+def _plain(state: Any) -> Any:
+    return state.state if isinstance(state, _Drawn) else state
+
+
+def _memory_of(thing: Any, kind: type) -> bytes:
+    """What an object holds as one of this kind."""
+    return ctypes.string_at(id(thing) + object.__basicsize__, kind.__basicsize__ - object.__basicsize__)
 
 
 def _digest(state: Any) -> bytes:
     if isinstance(state, list):
         return b"".join(map(_digest, state))
-    data = state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state).encode()
+    return _hash(state.numpy().tobytes()) if isinstance(state, torch.Tensor) else state.digest
+
+
+def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _set_generators(states: dict[str, Any]) -> None:
-    for name, state in states.items():
+    for name, kept in states.items():
+        state = _plain(kept)
         if name == "torch":
             torch.set_rng_state(state)
         elif name == "random":
-            random.setstate(state[1])
+            random.setstate(state)
         elif name == "numpy":
-            sys.modules["numpy"].random.set_state(state[1])
+            sys.modules["numpy"].random.set_state(state)
         else:
             torch.cuda.set_rng_state_all(state)
 

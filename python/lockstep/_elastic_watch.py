@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -29,9 +30,9 @@ class Watch:
         self._has_new_structure = True
         self._ids: set[int] = set()  # of the modules
         self._owned: dict[torch.Tensor, str] = {}  # their parameters: part/name
-        # Those that the function has made, and their parameters that were without requires_grad then, or between two steps since:
-        # where one is made after a loss it leaves them alone.
+        # Those that the function has made, and what they leave alone: their parameters without requires_grad at that time.
         self._ddps: weakref.WeakKeyDictionary[DistributedDataParallel, set[torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._frozen_since: set[torch.Tensor] = set()  # at the end of a step: one that is made after a loss there leaves them alone
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -79,8 +80,8 @@ class Watch:
         if now == self._requires_grad or not self._hooks:
             return
         self._requires_grad = now
-        for ddp, frozen in self._ddps.items():
-            frozen |= _frozen(ddp)
+        for ddp in self._ddps:
+            self._frozen_since |= _frozen(ddp)
         changed = self._by_hand.union(self._in_optimizers())
         for parameter in self._owned:
             if parameter.requires_grad and parameter not in changed and parameter not in self._hooks_of_parameters:
@@ -101,24 +102,36 @@ class Watch:
         if any(optimizer is part.optimizer for part in self._optimizers):
             self._in_optimizer = []
             self._n_optimizer_steps += 1
+            self._check_ddps(optimizer)  # of gradients that a closure has computed
         # One that steps for an optimizer of the state belongs to it.
         elif not self._in_optimizer and any(p in self._owned for group in optimizer.param_groups for p in group["params"]):
             self._foreign = type(optimizer).__name__
 
     def _check_ddps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the optimizer uses a gradient that no DistributedDataParallel has averaged."""
+        """That the optimizer uses no gradient which each rank has of its own samples alone."""
+        thawed = {p for p in self._frozen_since.union(*self._ddps.values()) if p.requires_grad and p.grad is not None} - self._by_hand
+        if not thawed:
+            return
+        own = thawed.intersection(*[{p for group in optimizer.param_groups for p in group["params"]}])
+        averaged: set[torch.Tensor] = set()
         for ddp, frozen in self._ddps.items():
-            thawed = {p for p in frozen if p.requires_grad and p.grad is not None and p not in self._by_hand}
-            if thawed and any(p in thawed for group in optimizer.param_groups for p in group["params"]):
-                for other in set(self._ddps) - {ddp}:  # made anew
-                    thawed -= set(other.parameters()) - self._ddps[other]
-                for parameter in thawed & self._owned.keys():
-                    raise UsageError(
-                        f"optimizer.step: parameter {self._owned[parameter]} of the state (part/name) requires a gradient again, and its "
-                        "DistributedDataParallel is older. One that is made while a parameter requires none, as after a loss, leaves its "
-                        "gradients different on each rank: make the DistributedDataParallel anew after requires_grad_(True), or "
-                        "end each step (step_done) while the parameter requires one"
-                    )
+            averaged |= set(ddp.parameters()) - frozen
+        for parameter, name in self._owned.items():
+            if parameter in own and parameter not in averaged:
+                raise UsageError(
+                    f"optimizer.step: parameter {name} of the state (part/name) had requires_grad=False when its DistributedDataParallel "
+                    "was made, which leaves its gradient different on each rank. Make the DistributedDataParallel anew after "
+                    "requires_grad_(True); or name the parameter in by_hand, if the program averages its gradient itself"
+                )
+            if parameter in own and parameter in self._frozen_since:
+                self._frozen_since.clear()  # once
+                warnings.warn(
+                    f"run_elastic: parameter {name} of the state (part/name) required no gradient at the end of a step. After a loss there "
+                    "the function begins with that, and a DistributedDataParallel that it makes then leaves the parameter alone: call "
+                    "requires_grad_(True) before it is made, and make it anew where parameters are thawed",
+                    stacklevel=4,
+                )
+                return
 
     def _on_registration(self, module: torch.nn.Module, name: str, part: Any) -> None:
         if isinstance(module, DistributedDataParallel):
@@ -127,13 +140,15 @@ class Watch:
         elif id(module) in self._ids and name not in module._buffers:
             self._has_new_structure = True
 
-    def keep_flags(self) -> None:
+    def keep_parameters(self) -> None:
         for _, part in self._modules:
-            part.keep_flags()
+            part.keep_parameters()
 
     def has_changed_parameters(self) -> bool:
         """Whether a step that is not complete cannot be repeated."""
-        return self._n_optimizer_steps > 0 or self._foreign is not None or any(p._version != version for p, version in self._in_optimizer)
+        if self._n_optimizer_steps > 0 or self._foreign is not None or any(p._version != version for p, version in self._in_optimizer):
+            return True
+        return any(part.kept is not None and part.kept.have_changed() for _, part in self._modules)
 
     def check_optimizers(self, call: str) -> None:
         if self._foreign is not None:
@@ -158,8 +173,8 @@ class Watch:
             return
         in_optimizers, new = set(self._in_optimizers()), []
         for _, part in self._modules:
-            for parameter, version in zip(part.parameters, part.gradients, strict=False):
-                if parameter in in_optimizers and parameter.grad is not None and parameter.grad._version != version:
+            for parameter, is_new in zip(part.parameters, part.kept.has_new_gradient(), strict=False):
+                if is_new and parameter in in_optimizers:
                     new.append(parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad)
         # Where some are not finite a GradScaler has left the step out.
         if all(bool(grad.isfinite().all()) for grad in new) and any(bool(grad.any()) for grad in new):

@@ -347,7 +347,8 @@ class SyncBatchNormScope(contextlib.AbstractContextManager["SyncBatchNormScope"]
     """Within a `with` block, every training-mode batch_norm of this thread is synchronised; the model is not changed.
 
     From any caller: BatchNorm layers, torch.nn.functional.batch_norm, TorchScript modules. It computes and
-    communicates as SyncBatchNorm, and is collective in the same way: all ranks make the same calls in a scope.
+    communicates as SyncBatchNorm, and is collective in the same way: all ranks make the same calls in a scope. They are matched
+    by order and width alone: layers of one width in another order on one rank are not noticed, as converted ones are.
     backward may run after the block, unless it runs forwards again (torch.utils.checkpoint): then it belongs
     inside the block. A forward that it runs again outside is a UsageError if the weight or running_mean of its
     batch_norm was last used in a scope. If scopes are nested, the innermost applies. What torch.compile has

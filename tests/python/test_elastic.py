@@ -230,7 +230,7 @@ save("parameters")
 
 def test_a_step_that_has_changed_parameters_needs_a_snapshot(train):
     printed, _ = train(3, CHANGED.replace("SNAPSHOT", "False"), elastic(3, "1:2"), code=1)
-    assert "cannot repeat step 4, which was not complete: an optimizer has changed parameters already" in printed, printed
+    assert "cannot repeat step 4, which was not complete: parameters of the state have changed already" in printed, printed
     _, kept = train(3, CHANGED.replace("SNAPSHOT", "True"), elastic(3, "1:2"))
     _, alone = train(1, ALONE.replace("25", "8"))
     assert largest_difference(alone, kept) < 1e-9
@@ -734,39 +734,107 @@ def test_an_exception_that_the_program_keeps_does_not_keep_its_ddp_acting(train)
     assert largest_difference(alone, killed) < 1e-9
 
 
-@pytest.mark.parametrize("frozen", ["before", "after", "wrapped anew"])
+@pytest.mark.parametrize("frozen", ["before", "before, with a closure", "after", "wrapped anew"])
 def test_a_parameter_that_is_thawed(train, frozen):
-    """Its gradients are averaged only by a DistributedDataParallel that is made afterwards: with losses or without."""
+    """Its gradients are averaged only by a DistributedDataParallel that is made while it requires one: with losses or without."""
     train(
         2,
         f"""
+        import warnings
         frozen = {frozen!r}
         bias = model[3].bias
 
         def train():
-            bias.requires_grad_(state.step >= 2 or frozen != "before")
+            bias.requires_grad_(state.step >= 2 or not frozen.startswith("before"))
             ddp = DistributedDataParallel(model, find_unused_parameters=True)
-            bias.requires_grad_(state.step >= 2)
             for inputs, targets in DataLoader(data, batch_sampler=sampler):
-                if state.step == 2:
-                    bias.requires_grad_(True)
-                    if frozen == "wrapped anew":
-                        ddp = DistributedDataParallel(model)
-                optimizer.zero_grad()
-                nn.functional.mse_loss(ddp(inputs), targets).backward()
-                if state.step == 2 and frozen != "wrapped anew":
-                    before = bias.detach().clone()
-                    with raises(ls.UsageError, "parameter 0/3.bias of the state (part/name) requires a gradient again"):
-                        optimizer.step()
-                    assert (bias == before).all()
+                bias.requires_grad_(state.step == 2)
+                if state.step == 2 and frozen == "wrapped anew":
+                    ddp = DistributedDataParallel(model)
+
+                def backward():
+                    optimizer.zero_grad()
+                    loss = nn.functional.mse_loss(ddp(inputs), targets)
+                    loss.backward()
+                    return loss
+
+                if "closure" in frozen:
+                    step = lambda: optimizer.step(backward)
+                else:
+                    backward()
+                    step = optimizer.step
+                if state.step == 2 and frozen.startswith("before"):
+                    with raises(ls.UsageError, "parameter 0/3.bias of the state (part/name) had requires_grad=False"):
+                        step()
                     bias.requires_grad_(False).grad = None
-                optimizer.step()
+                if state.step == 2 and frozen == "after":
+                    with warnings.catch_warnings(record=True) as noticed:
+                        warnings.simplefilter("always")
+                        step()
+                    assert "parameter 0/3.bias of the state" in str(noticed[0].message), noticed
+                else:
+                    step()
                 state.step_done()
 
         lockstep.nn.run_elastic(state, train)
         """,
         elastic(2, "2"),
     )
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_parameters_that_the_program_changes_itself_in_a_step(train, snapshot):
+    """As an average that is swapped in for validation: a step in which they have changed is not repeated from there."""
+    program = f"""
+        average = [p.detach().clone() for p in model.parameters()]
+        state = lockstep.nn.ElasticState([model, optimizer, schedule, counts], snapshot={snapshot})
+        sampler = lockstep.nn.ElasticBatchSampler(data, 20, state, drop_last=True)
+
+        def end(point):
+            if point == "forward" and state.step == 4:
+                with torch.no_grad():
+                    trained = [p.clone() for p in model.parameters()]
+                    for p, other in zip(model.parameters(), average):
+                        p.copy_(other)
+                if place == 1:
+                    die()
+                ls.barrier()
+                with torch.no_grad():
+                    for p, own in zip(model.parameters(), trained):
+                        p.copy_(own)
+
+        lockstep.nn.run_elastic(state, make_train(8))
+        save("parameters")
+        """
+    if snapshot:
+        _, alone = train(1, ALONE.replace("25", "8"))
+        _, killed = train(3, program, elastic(3, "1:2"))
+        assert largest_difference(alone, killed) < 1e-9
+    else:
+        printed, _ = train(3, program, elastic(3, "1:2"), code=1)
+        assert "cannot repeat step 4, which was not complete: parameters of the state have changed already" in printed, printed
+
+
+def test_a_state_that_cannot_be_given_away(train):
+    """What pickle refuses harms the replacement, not the ranks that have it."""
+    printed, _ = train(
+        2,
+        """
+        def end(point):
+            if state.step == 1:
+                counts["what"] = type("Hidden", (), {})()
+            if place == 1 and not is_replacement and state.step == 2 and point == "forward":
+                die()
+            if state.step == 6:
+                while not is_replacement and ls.get_world_size() == 1 and not ls.replacements_wait():
+                    time.sleep(0.01)
+
+        lockstep.nn.run_elastic(state, make_train(8))
+        print("went on")
+        """,
+        elastic(2, "1:2"),
+    )
+    assert "rank 0 cannot give its state" in printed and printed.count("went on") == 1, printed
 
 
 # --- in this process ------------------------------------------------------------------------------
@@ -945,6 +1013,17 @@ def test_gradients_that_no_optimizer_has_used(nn):
 
     run(leaves_out)
 
+    def begins_late(training, inputs, targets):
+        """A step each, and from step 4 on the sum of two: each gradient is another tensor, of the same version."""
+        training.optimizer.zero_grad()
+        training.backward(inputs, targets)
+        if training.state.step < 4:
+            training.optimizer.step()
+        training.state.step_done()
+
+    with pytest.raises(lockstep.UsageError, match="no optimizer of the state has used the gradients of this step"):
+        run(begins_late)
+
     def leaves_out_on_purpose(training, inputs, targets):
         training.backward(inputs, targets)
         training.optimizer.zero_grad()
@@ -1065,7 +1144,7 @@ def test_a_file_of_the_state(nn, tmp_path):
     torch.testing.assert_close(second.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     written = path.read_bytes()
     path.write_bytes(written[:99] + b"x" + written[100:])
-    with pytest.raises(lockstep.UsageError, match=f"rank 0 cannot take the state of {path}: ValueError: it is damaged"):
+    with pytest.raises(lockstep.UsageError, match=f"rank 0 cannot read {path}: ValueError: it is damaged"):
         Training(nn, save=path).run()
     path.write_bytes(written)
     with pytest.raises(lockstep.UsageError, match="it has 2 parts, and the state here 3"):
@@ -1111,6 +1190,29 @@ def test_generators_whatever_has_drawn(nn):
     import torch
 
     from lockstep._elastic_state import _generators, _set_generators
+
+    def second_of_a_pair(seed=random.seed, draw=random.gauss, n=1):
+        seed(4)
+        return [draw(0, 1) for _ in range(n)][-1]
+
+    pairs = [(random.seed, random.gauss), (numpy.random.seed, numpy.random.normal)]
+    for seed, draw in pairs:  # the same words, with and without a second one
+        states = [_generators({})]
+        for n in (2, 1, 2):
+            second_of_a_pair(seed, draw, n)
+            states.append(_generators(states[-1]))
+            expected = draw(0, 1)
+            _set_generators(states[-1])
+            assert draw(0, 1) == expected, (draw, n)
+            _set_generators(states[-1])
+    former = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None
+    if former is not None:
+        numpy.random.set_bit_generator(numpy.random.PCG64(3))
+        kept = _generators(_generators({}))
+        expected = numpy.random.rand()
+        _set_generators(kept)
+        assert numpy.random.rand() == expected
+        numpy.random.set_bit_generator(former)
 
     draws = [random.random, lambda: random.gauss(0, 1), numpy.random.rand, numpy.random.standard_normal, lambda: torch.rand(1).item()]
     kept = _generators({})

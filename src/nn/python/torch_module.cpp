@@ -1,7 +1,6 @@
 #include "nn/python/torch_module.hpp"
 
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <lockstep/error.hpp>
 #include <memory>
@@ -47,21 +46,6 @@ void register_errors() {
   });
 }
 
-/// Of each parameter: requires_grad, and the version of its gradient, None if it has none. In
-/// Python this is a third of what keeping a state costs.
-py::tuple flags_of(const py::list& parameters) {
-  py::list requires_grad(parameters.size()), versions(parameters.size());
-  std::size_t i = 0;
-  for (const py::handle parameter : parameters) {
-    if (!THPVariable_Check(parameter.ptr())) throw py::type_error("expected a list of tensors");
-    const at::Tensor& tensor = THPVariable_Unpack(parameter.ptr());
-    const at::Tensor& gradient = tensor.grad();
-    requires_grad[i] = py::bool_(tensor.requires_grad());
-    versions[i++] = gradient.defined() ? py::object(py::int_(gradient._version())) : py::none();
-  }
-  return py::make_tuple(requires_grad, versions);
-}
-
 }  // namespace
 
 const CoreApi& core() {
@@ -89,7 +73,7 @@ std::exception_ptr error_for_torch(std::exception_ptr thrown) try {
 PYBIND11_MODULE(_torch, module) {
   module.doc() = "The C++ half of what lockstep adds to torch.";
   lockstep::python::register_errors();
-  module.def("flags_of", &lockstep::python::flags_of);
   lockstep::python::define_backend(module);
   lockstep::python::define_batch_norm(module);
+  lockstep::python::define_parameters(module);
 }

@@ -18,5 +18,6 @@ std::exception_ptr error_for_torch(std::exception_ptr thrown);
 // What each source file adds to lockstep_torch._torch.
 void define_backend(pybind11::module_& module);
 void define_batch_norm(pybind11::module_& module);
+void define_parameters(pybind11::module_& module);
 
 }  // namespace lockstep::python
