@@ -81,27 +81,29 @@ Bytes reduced_as(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed
     }
     return result;
   };
+  using Values = std::vector<Wide<T>>;
+  const auto steps = [&step](const Values& a, const Values& b) {
+    Values combined = a;
+    for (std::size_t i = 0; i < a.size(); ++i) combined[i] = step(a[i], b[i]);
+    return combined;
+  };
   std::size_t n_ranks = 0;
-  std::vector<std::vector<Bytes>> data;
+  std::vector<Values> of_hosts;
   for (const std::vector<int>& ranks : hosts) {
-    data.emplace_back();
-    for (const int rank : ranks) data.back().push_back(values(dtype, count, seed, rank));
-    n_ranks += ranks.size();
-  }
-  std::vector<Wide<T>> sums;
-  for (std::size_t i = 0; i < count; ++i) {
-    std::vector<Wide<T>> of_hosts;
-    for (const std::vector<Bytes>& of_host : data) {
-      std::vector<Wide<T>> elements;
-      for (const Bytes& of_rank : of_host) {
+    std::vector<Values> of_ranks;
+    for (const int rank : ranks) {
+      const Bytes data = values(dtype, count, seed, rank);
+      Values& wide = of_ranks.emplace_back(count);
+      for (std::size_t i = 0; i < count; ++i) {
         T element;
-        std::memcpy(&element, of_rank.data() + i * sizeof(T), sizeof(T));
-        elements.push_back(static_cast<Wide<T>>(element));
+        std::memcpy(&element, data.data() + i * sizeof(T), sizeof(T));
+        wide[i] = static_cast<Wide<T>>(element);
       }
-      of_hosts.push_back(combined_in_tree(std::move(elements), step));
     }
-    sums.push_back(combined_in_tree(std::move(of_hosts), step));
+    n_ranks += ranks.size();
+    of_hosts.push_back(combined_in_tree(std::move(of_ranks), steps));
   }
+  Values sums = combined_in_tree(std::move(of_hosts), steps);
   Bytes bytes(count * sizeof(T));
   for (std::size_t i = 0; i < count; ++i) {
     if (op == ReduceOp::mean) sums[i] = sums[i] / static_cast<Wide<T>>(n_ranks);
