@@ -116,13 +116,10 @@ struct Tree {
     const Node right = over(first + n_left, n - n_left, other_mean, other_m2);
     if (right.count == 0) return left;
     if (left.count == 0) return copied(right, into_mean, into_m2);
+    if (left.mean != into_mean) copied(left, into_mean, into_m2);
     const MergeMoments merge(left.count, right.count);
-#pragma GCC ivdep  // `left` may be what is written
     for (std::size_t c = 0; c < n_channels; ++c) {
-      double merged_mean = left.mean[c], merged_m2 = left.m2[c];
-      merge(merged_mean, merged_m2, right.mean[c], right.m2[c]);
-      into_mean[c] = merged_mean;
-      into_m2[c] = merged_m2;
+      merge(into_mean[c], into_m2[c], right.mean[c], right.m2[c]);
     }
     return {left.count + right.count, into_mean, into_m2};
   }
