@@ -68,8 +68,6 @@ class Module:
         self.module = module
         self._snapshot = snapshot
         self.kept: Any = None  # of the parameters: _torch.KeptParameters
-        self.requires_grad: list[bool] = []
-        self._has_gradient: list[bool] = []
         self._training: list[bool] = []
         self._extra: list[Any] = []
         self.find()
@@ -77,16 +75,13 @@ class Module:
     def find(self) -> None:
         self.modules = list(self.module.modules())
         self.parameters = list(self.module.parameters())
+        self.kept = _torch.KeptParameters(self.parameters)
         self._with_extra = [m for m in self.modules if type(m).get_extra_state is not torch.nn.Module.get_extra_state]
         buffers = [m._buffers for m in self.modules]
         self._tensors = _Tensors(buffers + [m._parameters for m in self.modules] if self._snapshot else buffers)
 
-    def keep_parameters(self) -> None:
-        self.kept = _torch.KeptParameters(self.parameters)
-
     def keep(self) -> None:
-        self.keep_parameters()
-        self.requires_grad, self._has_gradient = self.kept.requires_grad(), self.kept.has_gradient()
+        self.kept.keep()
         self._training = [module.training for module in self.modules]
         self._extra = [copy.deepcopy(module.get_extra_state()) for module in self._with_extra]
         self._tensors.keep()
@@ -95,7 +90,7 @@ class Module:
         self._tensors.set_back()
         for module, extra in zip(self._with_extra, self._extra, strict=True):
             module.set_extra_state(copy.deepcopy(extra))
-        self._set_flags(self._training, self.requires_grad, self._has_gradient)
+        self._set_flags(self._training, self.kept.requires_grad(), self.kept.has_gradient())
 
     def _set_flags(self, training: list[bool], requires_grad: list[bool], has_gradient: list[bool]) -> None:
         for module, flag in zip(self.modules, training, strict=True):
@@ -110,7 +105,7 @@ class Module:
         return {
             "state": state,
             "not persistent": {name: buffer for name, buffer in self.module.named_buffers() if name not in state},
-            "flags": (self._training, self.requires_grad, self._has_gradient),
+            "flags": (self._training, self.kept.requires_grad(), self.kept.has_gradient()),
         }
 
     def load(self, values: Any) -> None:

@@ -76,7 +76,7 @@ class Watch:
 
     def look_at_parameters(self) -> None:
         """At those that get gradients, if these have changed; when the modules are kept."""
-        now = [part.requires_grad for _, part in self._modules]
+        now = [part.kept.requires_grad() for _, part in self._modules]
         if now == self._requires_grad or not self._hooks:
             return
         self._requires_grad = now
@@ -142,13 +142,13 @@ class Watch:
 
     def keep_parameters(self) -> None:
         for _, part in self._modules:
-            part.keep_parameters()
+            part.kept.keep()
 
     def has_changed_parameters(self) -> bool:
         """Whether a step that is not complete cannot be repeated."""
         if self._n_optimizer_steps > 0 or self._foreign is not None or any(p._version != version for p, version in self._in_optimizer):
             return True
-        return any(part.kept is not None and part.kept.have_changed() for _, part in self._modules)
+        return any(part.kept.have_changed() for _, part in self._modules)
 
     def check_optimizers(self, call: str) -> None:
         if self._foreign is not None:

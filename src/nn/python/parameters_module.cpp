@@ -21,18 +21,26 @@ class KeptParameters {
       if (!THPVariable_Check(parameter.ptr())) throw py::type_error("expected a list of tensors");
       parameters_.push_back(THPVariable_Unpack(parameter.ptr()));
     }
-    samples_.take(parameters_);
-    for (const at::Tensor& parameter : parameters_) {
-      const at::Tensor& gradient = parameter.grad();
-      gradients_.push_back({WeakTensor(gradient.getIntrusivePtr()), version_of(gradient)});
-    }
+    keep();
   }
 
+  /// What is now.
+  void keep() {
+    samples_.take(parameters_);
+    kept_.clear();
+    for (const at::Tensor& parameter : parameters_) {
+      const at::Tensor& gradient = parameter.grad();
+      kept_.push_back({.gradient = WeakTensor(gradient.getIntrusivePtr()),
+                       .version = version_of(gradient),
+                       .has_gradient = gradient.defined(),
+                       .requires_grad = parameter.requires_grad()});
+    }
+  }
   py::list requires_grad() const {
-    return list_of([this](std::size_t i) { return parameters_[i].requires_grad(); });
+    return list_of([this](std::size_t i) { return kept_[i].requires_grad; });
   }
   py::list has_gradient() const {
-    return list_of([this](std::size_t i) { return parameters_[i].grad().defined(); });
+    return list_of([this](std::size_t i) { return kept_[i].has_gradient; });
   }
   /// Whether each has a gradient that it did not have then, or that has been written to.
   py::list has_new_gradient() const {
@@ -40,8 +48,8 @@ class KeptParameters {
       const at::Tensor& now = parameters_[i].grad();
       if (!now.defined()) return false;
       // A tensor that is gone keeps its address as long as there is a weak pointer to it.
-      const bool is_same = gradients_[i].tensor._unsafe_get_target() == now.unsafeGetTensorImpl();
-      return !is_same || gradients_[i].version != version_of(now);
+      const bool is_same = kept_[i].gradient._unsafe_get_target() == now.unsafeGetTensorImpl();
+      return !is_same || kept_[i].version != version_of(now);
     });
   }
   /// By some values of each.
@@ -49,9 +57,10 @@ class KeptParameters {
 
  private:
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  struct Gradient {
-    WeakTensor tensor;
+  struct Kept {
+    WeakTensor gradient;
     std::int64_t version;
+    bool has_gradient, requires_grad;
   };
 
   static std::int64_t version_of(const at::Tensor& gradient) {
@@ -65,7 +74,7 @@ class KeptParameters {
   }
 
   std::vector<at::Tensor> parameters_;
-  std::vector<Gradient> gradients_;
+  std::vector<Kept> kept_;
   nn::ParameterSamples samples_;
 };
 
@@ -74,6 +83,7 @@ class KeptParameters {
 void define_parameters(py::module_& module) {
   py::class_<KeptParameters>(module, "KeptParameters")
       .def(py::init<const py::list&>())
+      .def("keep", &KeptParameters::keep)
       .def("requires_grad", &KeptParameters::requires_grad)
       .def("has_gradient", &KeptParameters::has_gradient)
       .def("has_new_gradient", &KeptParameters::has_new_gradient)
