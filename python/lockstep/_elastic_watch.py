@@ -112,7 +112,7 @@ class Watch:
         thawed = {p for p in self._frozen_since.union(*self._ddps.values()) if p.requires_grad and p.grad is not None} - self._by_hand
         if not thawed:
             return
-        own = thawed.intersection(*[{p for group in optimizer.param_groups for p in group["params"]}])
+        own = thawed.intersection(p for group in optimizer.param_groups for p in group["params"])
         averaged: set[torch.Tensor] = set()
         for ddp, frozen in self._ddps.items():
             averaged |= set(ddp.parameters()) - frozen

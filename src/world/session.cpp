@@ -193,6 +193,7 @@ void check_not_left(const Group& group, ErrorContext context) {
   const WorldMembership& world = *Session::membership_of(group);
   if (world.has_ended) throw_left(group, world, std::move(context));
 }
+
 Group follow_world(const Group& given, ErrorContext context) {
   const WorldMembership& world = *Session::membership_of(given);
   if (!world.has_ended) return given;

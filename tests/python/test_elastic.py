@@ -1191,20 +1191,17 @@ def test_generators_whatever_has_drawn(nn):
 
     from lockstep._elastic_state import _generators, _set_generators
 
-    def second_of_a_pair(seed=random.seed, draw=random.gauss, n=1):
-        seed(4)
-        return [draw(0, 1) for _ in range(n)][-1]
-
-    pairs = [(random.seed, random.gauss), (numpy.random.seed, numpy.random.normal)]
-    for seed, draw in pairs:  # the same words, with and without a second one
-        states = [_generators({})]
-        for n in (2, 1, 2):
-            second_of_a_pair(seed, draw, n)
-            states.append(_generators(states[-1]))
+    for seed, draw in (random.seed, random.gauss), (numpy.random.seed, numpy.random.normal):
+        kept = _generators({})
+        for n in 2, 1, 2:  # the same words, without the second one of a pair and with it
+            seed(4)
+            for _ in range(n):
+                draw(0, 1)
+            kept = _generators(kept)
             expected = draw(0, 1)
-            _set_generators(states[-1])
+            _set_generators(kept)
             assert draw(0, 1) == expected, (draw, n)
-            _set_generators(states[-1])
+            _set_generators(kept)
     former = numpy.random.get_bit_generator() if hasattr(numpy.random, "get_bit_generator") else None
     if former is not None:
         numpy.random.set_bit_generator(numpy.random.PCG64(3))
