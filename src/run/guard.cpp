@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -34,23 +35,35 @@ void close_from(int first) {
   for (int fd = first; fd < n_descriptors; ++fd) close(fd);
 }
 
-[[noreturn]] void guard_main(int pipe, int write_end) {
-  close(write_end);  // else the read below has no end
+/// Where the other end has closed, the process's signal mask or its disposition of SIGPIPE keeps
+/// it.
+void send(int channel, pid_t message) noexcept {
+  while (write(channel, &message, sizeof message) < 0 && errno == EINTR) {
+  }
+}
+
+/// False at the end of file, and on an error.
+bool receive(int channel, pid_t& message) noexcept {
+  ssize_t n_bytes = 0;
+  while ((n_bytes = read(channel, &message, sizeof message)) < 0 && errno == EINTR) {
+  }
+  return n_bytes == sizeof message;
+}
+
+[[noreturn]] void guard_main(int channel, int launchers_end) {
+  close(launchers_end);  // else the read below has no end
   sigset_t all;
   sigfillset(&all);
   sigprocmask(SIG_SETMASK, &all, nullptr);
   setsid();  // out of reach of the terminal and of a kill of the launcher's group
   prctl(PR_SET_NAME, "lockstep-guard");
   // A reader of the launcher's outputs must not wait for the guard to close them.
-  dup2(pipe, STDIN_FILENO);
+  dup2(channel, STDIN_FILENO);
   close_from(STDIN_FILENO + 1);
+  send(STDIN_FILENO, getpid());
 
   std::set<pid_t> groups;
-  for (;;) {
-    pid_t message = 0;
-    const ssize_t n_bytes = read(STDIN_FILENO, &message, sizeof message);
-    if (n_bytes < 0 && errno == EINTR) continue;
-    if (n_bytes != sizeof message) break;
+  for (pid_t message = 0; receive(STDIN_FILENO, message);) {
     if (message > 0) {
       groups.insert(message);
     } else {
@@ -61,31 +74,33 @@ void close_from(int first) {
   _exit(0);
 }
 
-void send(int pipe, pid_t message) noexcept {
-  while (write(pipe, &message, sizeof message) < 0 && errno == EINTR) {
-  }
-}
-
 }  // namespace
 
 Guard::Guard() {
   int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) throw system_error("cannot make the guard's pipe");
-  const base::UniqueFd read_end(ends[0]);
-  pipe_.reset(ends[1]);
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
+    throw system_error("cannot make the guard's socket");
+  }
+  base::UniqueFd guards_end(ends[0]);
+  channel_.reset(ends[1]);
   const pid_t pid = fork();
   if (pid < 0) throw start_error("the guard process");
-  if (pid == 0) guard_main(read_end.get(), pipe_.get());
+  if (pid == 0) guard_main(guards_end.get(), channel_.get());
   process_ = ChildGroup(pid);
+  guards_end.reset();
+  if (pid_t message = 0; !receive(channel_.get(), message)) {
+    errno = ECHILD;
+    throw start_error("the guard process");
+  }
 }
 
 Guard::~Guard() {
-  pipe_.reset();
+  channel_.reset();
   process_.reap();
 }
 
-void Guard::add_own_group() const noexcept { send(pipe_.get(), getpid()); }
+void Guard::add_own_group() const noexcept { send(channel_.get(), getpid()); }
 
-void Guard::remove_group(pid_t group) const noexcept { send(pipe_.get(), -group); }
+void Guard::remove_group(pid_t group) const noexcept { send(channel_.get(), -group); }
 
 }  // namespace lockstep::run

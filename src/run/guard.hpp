@@ -11,14 +11,16 @@ namespace lockstep::run {
 /// ranks. The kernel kills only the ranks themselves when the launcher dies (PR_SET_PDEATHSIG), not
 /// the processes they started.
 ///
-/// Protocol: the guard reads process group ids from a pipe held open only by the launcher and,
-/// until its exec, by a rank. A rank writes its own id before its exec, so before it can start
-/// anything. The launcher writes the negated id before it reaps the rank, so before the kernel can
-/// reuse the id. At end of file the guard kills what is left on its list: nothing if the launcher
-/// exited normally.
+/// Protocol: the guard writes its id to a socket once no signal to the launcher's process group
+/// reaches it; the launcher waits for it, and starts no rank before. The guard then reads process
+/// group ids from the socket, whose other end is held open only by the launcher and, until its
+/// exec, by a rank. A rank writes its own id before its exec, so before it can start anything. The
+/// launcher writes the negated id before it reaps the rank, so before the kernel can reuse the id.
+/// At end of file the guard kills what is left on its list: nothing if the launcher exited
+/// normally.
 class Guard {
  public:
-  /// Throws SystemError.
+  /// Returns when the guard guards. Throws SystemError.
   Guard();
   /// Waits for the guard process.
   ~Guard();
@@ -30,7 +32,7 @@ class Guard {
   void remove_group(pid_t group) const noexcept;
 
  private:
-  base::UniqueFd pipe_;
+  base::UniqueFd channel_;
   ChildGroup process_;
 };
 
