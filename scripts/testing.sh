@@ -4,10 +4,14 @@
 # other, so that more shards than cores are done sooner. BINARY.SHARD.log has all that a shard printed.
 
 passed=0 failed=0 skipped=0 reasons=
+failures=  # a line for each
 under=()  # what the tests run under
 scratch=  # folder of this run
 
-fail() { printf '%s\n' "FAILED: $*" && failed=$((failed + 1)); }
+fail() {
+  printf '%s\n' "FAILED: $*" && failed=$((failed + 1))
+  failures+=$'\n  '$*
+}
 
 n_at_once() { echo $((${#under[@]} > 0 ? 1 : $(nproc) + 1)); }
 
@@ -80,6 +84,7 @@ report_binary() { # BINARY FILTER SECONDS
   printf '  %-12s %5d passed %3d failed %3d skipped %6d s\n' "$name" "$ok" "$bad" "$skip" "$3"
   for log in "${logs[@]}"; do
     [ "$(cat "$log.rc")" -eq 0 ] || failures_of "$log"
+    failures+=$(sed -nE "s/^\[  FAILED  \] (.*) \([0-9]+ ms\)$/\n  $name: \1/p" "$log")
   done
   while IFS= read -r line; do [ -z "$line" ] || fail "$line"; done <<<"$problems"
 }
@@ -137,4 +142,5 @@ run_binaries() { # PRESET COUNTS_FILE
     running=("${still[@]}")
   done
   printf '%d %d %d\n%s' "$passed" "$failed" "$skipped" "$reasons" >"$2"
+  printf '%s' "$failures" >"$2.failures"
 }
