@@ -120,6 +120,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
                 "global_batch, or take the samples of each step from batch()"
             )
         state = self._state
+        state._use(self)
         iteration = _Iteration(state.step, (self.epoch + 1) * self.steps_per_epoch, self.micro_batches)
         if state._is_running:
             if (former := state._iterations.get(id(self))) is not None:

@@ -70,6 +70,8 @@ class ElasticState:
         self._save_every = save_every
         self._step = 0
         self._epoch_ends: int | None = 0  # None: epochs() will know
+        self._epoch_steps = 0  # of the samplers that were used; 0: none was; -1: they differ
+        self._is_resumed = False  # and none has been used since
         self._has_state = False  # it has had the state of all ranks
         self._is_running = False  # in run_elastic
         self._is_elastic = False  # and a step may have to be repeated
@@ -106,6 +108,7 @@ class ElasticState:
         if step < 0 or (epoch_ends is not None and epoch_ends < 0):
             raise UsageError(f"set_step: {step if step < 0 else epoch_ends} is negative")
         self._step, self._epoch_ends = step, epoch_ends
+        self._epoch_steps = 0
         self._iterations.clear()
         if self._is_running:
             self._keep()
@@ -149,6 +152,7 @@ class ElasticState:
         if not self._is_running:
             raise UsageError("epochs: is for the function of run_elastic")
         n_steps, n_attempts = sampler.steps_per_epoch, self._n_attempts
+        self._use(sampler)
         if self._epoch_ends is None:
             self._epoch_ends = self._step // n_steps
         try:
@@ -265,6 +269,17 @@ class ElasticState:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
+    def _use(self, sampler: ElasticBatchSampler) -> None:
+        n_steps = sampler.steps_per_epoch
+        if self._is_resumed and self._epoch_steps > 0 and self._epoch_steps != n_steps:
+            raise UsageError(
+                f"ElasticBatchSampler: the state that this training has resumed from counts its {self._step} steps in epochs of "
+                f"{self._epoch_steps}, and this sampler's have {n_steps}: some samples would be left out, or taken twice. Give it the same "
+                "data, global_batch and drop_last; or say by set_step where to go on"
+            )
+        self._is_resumed = False
+        self._epoch_steps = n_steps if self._epoch_steps in (0, n_steps) else -1
+
     def _accumulate_for(self, sampler: ElasticBatchSampler) -> None:
         if self._accumulating is not None and self._accumulating.micro_batches != sampler.micro_batches:
             raise UsageError("ElasticBatchSampler: another sampler of this state has another number of micro_batches")
@@ -317,6 +332,7 @@ class ElasticState:
         values = {
             "step": self._step,
             "epoch_ends": self._epoch_ends,
+            "epoch_steps": self._epoch_steps,
             "parts": [part.values() for part in self._parts],
             "generators": {name: _plain(state) for name, state in self._generators.items() if name in self._common},
         }
@@ -332,6 +348,7 @@ class ElasticState:
         for part, own in zip(self._parts, values["parts"], strict=True):
             part.load(own)
         self._step, self._epoch_ends = values["step"], values["epoch_ends"]
+        self._epoch_steps, self._is_resumed = values["epoch_steps"], is_file
         generators = {name: state for name, state in values["generators"].items() if not is_file or name in self._common}
         _set_generators(generators)
         self._common = set(generators)

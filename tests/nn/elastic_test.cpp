@@ -180,13 +180,13 @@ TEST(ElasticStateTest, a_file_resumes_with_everything) {
   const std::string path = ::testing::TempDir() + "elastic_state.pt";
   std::filesystem::remove(path);
   run_ranks(2, [&](int rank) {
-    const auto train = [&](std::size_t n_epochs) {
+    const auto train = [&](std::size_t n_epochs, std::size_t global_batch = 2) {
       torch::nn::Linear layer(2, 1);
       for (const torch::Tensor& parameter : layer->parameters()) parameter.detach().fill_(0.5);
       torch::optim::SGD optimizer(layer->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
       SavedScheduler<torch::optim::StepLR> schedule(optimizer, /*step_size=*/2, /*gamma=*/0.5);
       ElasticState state({layer, optimizer, schedule}, {.save = path});
-      const ElasticSampler sampler(6, {.global_batch = 2});
+      const ElasticSampler sampler(6, {.global_batch = global_batch});
       std::int64_t first = -1;
       run_elastic(state, [&] {
         first = state.step();
@@ -202,6 +202,8 @@ TEST(ElasticStateTest, a_file_resumes_with_everything) {
       return std::pair(first, layer->weight.detach().clone());
     };
     EXPECT_EQ(train(2).first, 0);
+    // 6 steps in epochs of 3 are 3 epochs of 2 steps, of which two would never be taken.
+    EXPECT_THROW(train(5, 3), UsageError);
     const auto [first, resumed] = train(5);
     EXPECT_EQ(first, 6);
     barrier();

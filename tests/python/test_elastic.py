@@ -913,7 +913,7 @@ def test_an_empty_batch_is_refused_where_a_loader_would_make_it(train):
 class Training:
     """A network and an optimizer in a state; run(step) trains with step(inputs, targets) for each batch of two epochs."""
 
-    def __init__(self, nn, micro_batches=1, **options):
+    def __init__(self, nn, micro_batches=1, global_batch=6, **options):
         import torch
 
         torch.manual_seed(1)
@@ -921,7 +921,7 @@ class Training:
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
         self.state = nn.ElasticState([self.model, self.optimizer, *options.pop("parts", [])], **options)
-        self.sampler = nn.ElasticBatchSampler(self.data, 6, self.state, micro_batches=micro_batches)
+        self.sampler = nn.ElasticBatchSampler(self.data, global_batch, self.state, micro_batches=micro_batches)
         self.nn = nn
 
     def backward(self, inputs, targets):
@@ -1154,6 +1154,52 @@ def test_a_file_of_the_state(nn, tmp_path):
     for options in {"save_every": 2}, {"save": path, "save_every": -1}:
         with pytest.raises(lockstep.UsageError, match="save_every"):
             Training(nn, **options)
+
+
+def test_a_file_of_another_sampler(nn, tmp_path):
+    """4 steps in epochs of 4 are two epochs of 2 steps, of which nothing would be left to do."""
+    path = tmp_path / "training.state"
+
+    def resume(*, expected=None, step=None, in_epochs=True, **options):
+        training = Training(nn, save=path, **options)
+
+        def train():
+            if step is not None:
+                training.state.set_step(step)
+            if in_epochs:
+                return training.epochs()
+            for inputs, targets in training.loader():
+                training.step(inputs, targets)
+
+        if expected is None:
+            training.run(train)
+        else:
+            with pytest.raises(lockstep.UsageError, match=expected):
+                training.run(train)
+        return training.state
+
+    first = Training(nn, save=path)
+    first.run(lambda: [first.step(*batch) for batch in first.loader()])
+    written = path.read_bytes()
+    for in_epochs in True, False:
+        refused = "counts its 4 steps in epochs of 4, and this sampler's have 2: some samples would be left out"
+        resume(global_batch=12, in_epochs=in_epochs, expected=refused)
+        path.write_bytes(written)
+        assert resume(global_batch=12, in_epochs=in_epochs, step=2).step == 4
+        path.write_bytes(written)
+        assert resume(in_epochs=in_epochs).step == 8
+        path.write_bytes(written)
+
+    several = Training(nn, save=path)
+    other = nn.ElasticBatchSampler(several.data, 12, several.state)
+
+    def train():
+        for sampler in (several.sampler, other):
+            for batch in sampler:
+                several.step(*several.data[batch])
+
+    several.run(train)
+    assert resume(global_batch=24, in_epochs=False).step > several.state.step
 
 
 def test_the_former_name_of_step_done():

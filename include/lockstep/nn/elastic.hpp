@@ -83,8 +83,10 @@ class ElasticSampler {
                                  const Group& group = default_group()) const;
   /// The steps of the state's present epoch that are not complete, in the body of each of which
   /// step_done completes it: `for (const std::int64_t step : sampler.steps(state))`. None where
-  /// only the end of the epoch is to be completed.
-  ElasticSteps steps(const ElasticState& state) const;
+  /// only the end of the epoch is to be completed. Throws UsageError if the training has resumed
+  /// from a file whose epochs had another number of steps, as does ElasticState::epochs.
+  ElasticSteps steps(const ElasticState& state,
+                     std::source_location where = std::source_location::current()) const;
 
  private:
   struct Range {

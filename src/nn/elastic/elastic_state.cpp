@@ -60,6 +60,20 @@ void ElasticState::Implementation::check_gradients(bool is_over, std::source_loc
   }
 }
 
+void ElasticState::Implementation::use_sampler(std::int64_t n_steps, std::source_location where) {
+  if (is_resumed && epoch_steps > 0 && epoch_steps != n_steps) {
+    throw UsageError(
+        context_of("ElasticSampler", default_group(), where),
+        fmt::format("the state that this training has resumed from counts its {} steps in epochs "
+                    "of {}, and this sampler's have {}: some samples would be left out, or taken "
+                    "twice. Give it the same n_samples, global_batch and drop_last; or say by "
+                    "set_step where to go on",
+                    position.steps, epoch_steps, n_steps));
+  }
+  is_resumed = false;
+  epoch_steps = epoch_steps == 0 || epoch_steps == n_steps ? n_steps : -1;
+}
+
 void ElasticState::Implementation::keep() {
   if (is_elastic) {
     kept.keep();
@@ -109,6 +123,7 @@ void ElasticState::set_step(std::int64_t step, std::optional<std::int64_t> epoch
   const std::int64_t least = std::min(step, epoch_ends.value_or(0));
   if (least < 0) throw UsageError({.operation = "set_step"}, fmt::format("{} is negative", least));
   mine.position = {.steps = step, .ends = epoch_ends.value_or(-1)};
+  mine.epoch_steps = 0;
   if (!mine.is_running) return;
   mine.keep();
   mine.begin_step();
@@ -160,8 +175,10 @@ ElasticEpochs ElasticState::epochs(const ElasticSampler& sampler, std::size_t n,
                                    std::source_location where) {
   Implementation& mine = *implementation_;
   mine.check_running("epochs", where);
+  const auto n_steps = static_cast<std::int64_t>(sampler.steps_per_epoch());
+  mine.use_sampler(n_steps, where);
   if (mine.position.ends < 0) {
-    mine.position.ends = mine.position.steps / static_cast<std::int64_t>(sampler.steps_per_epoch());
+    mine.position.ends = mine.position.steps / n_steps;
     mine.begin_step();
   }
   return {*this, sampler.steps_per_epoch(), n, where};
@@ -210,9 +227,10 @@ bool ElasticEpochs::Iterator::operator==(std::default_sentinel_t) const {
   return static_cast<std::size_t>(of_->state_.epoch_ends()) >= of_->n_;
 }
 
-ElasticSteps ElasticSampler::steps(const ElasticState& state) const {
+ElasticSteps ElasticSampler::steps(const ElasticState& state, std::source_location where) const {
   const Position& now = state.implementation_->position;
   const auto n_steps = static_cast<std::int64_t>(steps_per_epoch());
+  state.implementation_->use_sampler(n_steps, where);
   const std::int64_t epoch = now.ends < 0 ? now.steps / n_steps : now.ends;
   return {state, (epoch + 1) * n_steps};
 }

@@ -40,6 +40,7 @@ void ElasticState::Implementation::write(torch::serialize::OutputArchive& archiv
   torch::serialize::OutputArchive mine;
   mine.write("steps", c10::IValue(position.steps));
   mine.write("epoch_ends", c10::IValue(position.ends));
+  mine.write("epoch_steps", c10::IValue(epoch_steps));
   kept.save(mine);
   archive.write("elastic", mine);
 }
@@ -52,11 +53,13 @@ void ElasticState::Implementation::load(const std::string& bytes, bool with_gene
           "the file does not say how many steps are complete: load_training can read it, and "
           "set_step says so");
     }
-    c10::IValue steps, ends;
+    c10::IValue steps, ends, of_epoch;
     of_rank.read("steps", steps);
     of_rank.read("epoch_ends", ends);
+    of_rank.read("epoch_steps", of_epoch);
     kept.load(of_rank, with_generators);
     position = {.steps = steps.toInt(), .ends = ends.toInt()};
+    epoch_steps = of_epoch.toInt();
   });
 }
 
@@ -65,6 +68,7 @@ void ElasticState::Implementation::load_file(const std::string& path, std::sourc
   const std::string bytes = read_archive("run_elastic", path, group, where);
   const auto failure = failure_text([&] { load(bytes, /*with_generators=*/true); });
   if (!failure) keep();  // also if a rank is lost before all have loaded it
+  is_resumed = true;
   const auto failures = all_gather_object(failure, group, {}, where);
   for (std::size_t r = 0; r < failures.size(); ++r) {
     if (!failures[r]) continue;

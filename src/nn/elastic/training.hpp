@@ -43,9 +43,11 @@ struct ElasticState::Implementation {
   KeptState kept;
   ElasticOptions options;
   Position position{};
-  bool has_state = false;   ///< it has had the state of all ranks
-  bool is_running = false;  ///< in run_elastic
-  bool is_elastic = false;  ///< and a step may have to be repeated
+  std::int64_t epoch_steps = 0;  ///< of the samplers that were used; 0: none was; -1: they differ
+  bool is_resumed = false;       ///< from a file, and no sampler has been used since
+  bool has_state = false;        ///< it has had the state of all ranks
+  bool is_running = false;       ///< in run_elastic
+  bool is_elastic = false;       ///< and a step may have to be repeated
   FileState file = FileState::current;
   std::int64_t n_runs = 0;  ///< calls of run_elastic in this process, with this one
   std::optional<GradientWatch> watch{};
@@ -53,6 +55,9 @@ struct ElasticState::Implementation {
   void check_running(const char* operation, std::source_location where) const;
   /// Before parameters are changed, or at the end of a step that has changed them.
   void check_gradients(bool is_over, std::source_location where);
+  /// A sampler of epochs of n_steps. Throws UsageError if the file that the training has resumed
+  /// from is of others.
+  void use_sampler(std::int64_t n_steps, std::source_location where);
   /// The present step begins with what is now.
   void keep();
   void begin_step();
