@@ -40,16 +40,20 @@ Wide<T> combine(ReduceOp op, Wide<T> a, Wide<T> b) {
 template <class T>
 void reduce_as(ReduceOp op, const std::vector<const std::byte*>& in, std::byte* out,
                std::size_t count) {
+  std::vector<Wide<T>> values(in.size());
   for (std::size_t i = 0; i < count; ++i) {
-    Wide<T> folded{};
     for (std::size_t r = 0; r < in.size(); ++r) {
       T value;
       std::memcpy(&value, in[r] + i * sizeof(T), sizeof(T));
-      const auto wide = static_cast<Wide<T>>(value);
-      folded = r == 0 ? wide : combine<T>(op, folded, wide);
+      values[r] = static_cast<Wide<T>>(value);
     }
-    if (op == ReduceOp::mean) folded = folded / static_cast<Wide<T>>(in.size());
-    const T value = static_cast<T>(folded);
+    for (std::size_t n = in.size(); n > 1; n = (n + 1) / 2) {
+      for (std::size_t r = 0; r < n; r += 2) {
+        values[r / 2] = r + 1 < n ? combine<T>(op, values[r], values[r + 1]) : values[r];
+      }
+    }
+    if (op == ReduceOp::mean) values[0] = values[0] / static_cast<Wide<T>>(in.size());
+    const T value = static_cast<T>(values[0]);
     std::memcpy(out + i * sizeof(T), &value, sizeof(T));
   }
 }
