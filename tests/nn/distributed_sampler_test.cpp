@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::nn {
 namespace distributed_sampler_test {
@@ -90,6 +91,32 @@ struct Indices : torch::data::Dataset<Indices> {
 };
 
 using Samples = std::vector<std::int64_t>;
+
+/// It was loaded before the world in which the training goes on.
+TEST(DistributedSamplerTest, a_position_of_a_former_world_is_for_as_many_ranks) {
+  DistributedSampler begun(100), whole(100);
+  on_ranks(2, [&](int rank) {
+    DistributedSampler sampler(100);
+    sampler.reset();
+    const std::string between = saved(sampler);
+    sampler.next(20);
+    if (rank != 0) return;
+    load(whole, between);
+    load(begun, saved(sampler));
+  });
+  on_ranks(3, [&](int rank) {
+    if (rank != 0) return;
+    test::expect_contains(testing::usage_error([&] { begun.reset(); }),
+                          "the epoch was loaded in the middle, on 2 ranks, and there are 3 now");
+    whole.reset();
+    EXPECT_EQ(n_left(whole), 34U);
+  });
+  on_ranks(2, [&](int rank) {
+    if (rank != 0) return;
+    begun.reset();
+    EXPECT_EQ(n_left(begun), 30U);
+  });
+}
 
 /// A loader that holds a copy of the sampler, as it is given by value.
 auto loader_over(const DistributedSampler& sampler) {
