@@ -26,7 +26,6 @@ class Watch:
         self._by_hand = by_hand
         self._hooks: list[Any] = []
         self._hooks_of_parameters: dict[torch.Tensor, Any] = {}
-        self._requires_grad: list[list[bool]] = []  # of the modules, when the parameters were looked at
         self._has_new_structure = True
         self._ids: set[int] = set()  # of the modules
         self._owned: dict[torch.Tensor, str] = {}  # their parameters: part/name
@@ -66,7 +65,6 @@ class Watch:
             part.find()
             self._ids.update(map(id, part.modules))
             self._owned.update((parameter, f"{place}/{name}") for name, parameter in part.module.named_parameters())
-        self._requires_grad = []
         for parameter in (*self._in_optimizers(), *self._by_hand):
             if parameter not in self._owned:
                 raise UsageError(
@@ -76,10 +74,8 @@ class Watch:
 
     def look_at_parameters(self) -> None:
         """At those that get gradients, if these have changed; when the modules are kept."""
-        now = [part.kept.requires_grad() for _, part in self._modules]
-        if now == self._requires_grad or not self._hooks:
+        if not self._hooks or not any([part.kept.take_requires_grad_changed() for _, part in self._modules]):
             return
-        self._requires_grad = now
         for ddp in self._ddps:
             self._frozen_since |= _frozen(ddp)
         changed = self._by_hand.union(self._in_optimizers())
@@ -109,6 +105,8 @@ class Watch:
 
     def _check_ddps(self, optimizer: torch.optim.Optimizer) -> None:
         """That the optimizer uses no gradient which each rank has of its own samples alone."""
+        if not self._frozen_since and not any(self._ddps.values()):
+            return
         thawed = {p for p in self._frozen_since.union(*self._ddps.values()) if p.requires_grad and p.grad is not None} - self._by_hand
         if not thawed:
             return

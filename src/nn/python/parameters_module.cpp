@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "nn/elastic/parameter_samples.hpp"
@@ -27,15 +28,22 @@ class KeptParameters {
   /// What is now.
   void keep() {
     samples_.take(parameters_);
-    kept_.clear();
-    for (const at::Tensor& parameter : parameters_) {
-      const at::Tensor& gradient = parameter.grad();
-      kept_.push_back({.gradient = WeakTensor(gradient.getIntrusivePtr()),
-                       .version = version_of(gradient),
-                       .has_gradient = gradient.defined(),
-                       .requires_grad = parameter.requires_grad()});
+    kept_.resize(parameters_.size());
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      const at::Tensor& gradient = parameters_[i].grad();
+      Kept& kept = kept_[i];
+      if (kept.gradient._unsafe_get_target() != gradient.unsafeGetTensorImpl()) {
+        kept.gradient = WeakTensor(gradient.getIntrusivePtr());
+      }
+      kept.version = version_of(gradient);
+      kept.has_gradient = gradient.defined();
+      const bool requires_grad = parameters_[i].requires_grad();
+      requires_grad_changed_ |= requires_grad != kept.requires_grad;
+      kept.requires_grad = requires_grad;
     }
   }
+  /// Whether a keep() since the last call of this has seen another requires_grad, or was the first.
+  bool take_requires_grad_changed() { return std::exchange(requires_grad_changed_, false); }
   py::list requires_grad() const {
     return list_of([this](std::size_t i) { return kept_[i].requires_grad; });
   }
@@ -58,9 +66,9 @@ class KeptParameters {
  private:
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   struct Kept {
-    WeakTensor gradient;
-    std::int64_t version;
-    bool has_gradient, requires_grad;
+    WeakTensor gradient{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    std::int64_t version = 0;
+    bool has_gradient = false, requires_grad = false;
   };
 
   static std::int64_t version_of(const at::Tensor& gradient) {
@@ -75,6 +83,7 @@ class KeptParameters {
 
   std::vector<at::Tensor> parameters_;
   std::vector<Kept> kept_;
+  bool requires_grad_changed_ = true;
   nn::ParameterSamples samples_;
 };
 
@@ -85,6 +94,7 @@ void define_parameters(py::module_& module) {
       .def(py::init<const py::list&>())
       .def("keep", &KeptParameters::keep)
       .def("requires_grad", &KeptParameters::requires_grad)
+      .def("take_requires_grad_changed", &KeptParameters::take_requires_grad_changed)
       .def("has_gradient", &KeptParameters::has_gradient)
       .def("has_new_gradient", &KeptParameters::has_new_gradient)
       .def("have_changed", &KeptParameters::have_changed);
