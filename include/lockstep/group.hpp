@@ -15,7 +15,6 @@ namespace lockstep {
 
 namespace internal {
 class GroupState;
-struct ListCalls;
 struct NativeGroup;
 class Session;
 class WorkHandle;
@@ -187,7 +186,6 @@ class Group {
 
  private:
   friend class internal::Session;
-  friend struct internal::ListCalls;
   friend struct internal::NativeGroup;
   friend class detail::Collective;
   friend class detail::Hold;

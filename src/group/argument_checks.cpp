@@ -74,12 +74,8 @@ void check_rank(GroupState& group, const Call& call, std::string_view parameter)
 }
 
 void check_peer(GroupState& group, const Call& call, std::string_view parameter) {
-  check_rank(group, call, parameter);
-  if (call.root == group.rank()) {
-    reject(group, call,
-           fmt::format("{} is this rank itself ({}); the peer must be another rank", parameter,
-                       call.root));
-  }
+  const std::string text = why_no_peer(parameter, call.root, group.rank(), group.size());
+  if (!text.empty()) reject(group, call, text);
 }
 
 void check_count(GroupState& group, const Call& call, std::string_view parameter, std::size_t got,

@@ -13,7 +13,8 @@
 #include <utility>
 
 #include "group/argument_checks.hpp"
-#include "group/calls.hpp"
+#include "group/group_state.hpp"
+#include "group/native_engine.hpp"
 #include "group/step.hpp"
 #include "group/work.hpp"
 
@@ -26,8 +27,7 @@ using internal::reject;
 namespace {
 
 /// A call whose `in` and `out` are the same.
-inline Call in_place(Op op, const Elements& data, ReduceOp reduce, int root,
-                     std::source_location where) {
+Call in_place(Op op, const Elements& data, ReduceOp reduce, int root, std::source_location where) {
   return {.op = op,
           .dtype = data.dtype,
           .reduce = reduce,
@@ -38,9 +38,8 @@ inline Call in_place(Op op, const Elements& data, ReduceOp reduce, int root,
           .where = where};
 }
 
-}  // namespace
-
-namespace internal {
+// The checked call of each operation, for its blocking and asynchronous form. Each throws
+// UsageError.
 
 Call all_reduce_call(GroupState& group, const Elements& data, ReduceOp op,
                      std::source_location where) {
@@ -167,11 +166,31 @@ Call recv_call(GroupState& group, const Elements& data, int src, std::source_loc
   return call;
 }
 
-static Call allocate_call(GroupState& group, std::size_t n_bytes, std::source_location where) {
+Call allocate_call(GroupState& group, std::size_t n_bytes, std::source_location where) {
   const Call call{.op = Op::allocate, .dtype = DType::u8, .count = n_bytes, .where = where};
   check_memory(group, call, {.data = &group, .count = n_bytes}, "the buffer");
   return call;
 }
+
+/// The asynchronous form of a call, after the checks of its arguments.
+Work post(const std::shared_ptr<GroupState>& group, const Call& call, Timeout timeout) {
+  if (const std::string_view reason = group->engine().why_one_thread(); !reason.empty()) {
+    reject(*group, call,
+           "asynchronous calls run on a thread of their own, but " + std::string(reason));
+  }
+  try {
+    return Work(std::make_shared<internal::WorkHandle>(group, call, timeout));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // no memory, or no thread: the call was not made
+    group->refuse(call, name_of(call.op), error.what());
+    throw;
+  }
+}
+
+}  // namespace
+
+namespace internal {
 
 /// Every blocking call, from top to bottom, after the checks of its arguments.
 template <class Use>
@@ -200,7 +219,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   try {
     group_recorder_.begin(call);
     if constexpr (std::is_null_pointer_v<Use>) {
-      engine_->run(call);
+      run_on_engine(call);
     } else {
       use(*engine_, call);
     }
@@ -210,25 +229,15 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   }
 }
 
-template void GroupState::run(Call&& call, Timeout timeout, void (*use)(Engine&, const Call&));
+void NativeGroup::run(const Group& group, Call call, Timeout timeout) {
+  group.state_->run(std::move(call), timeout);
+}
+
+Work NativeGroup::post(const Group& group, const Call& call, Timeout timeout) {
+  return lockstep::post(group.state_, call, timeout);
+}
 
 }  // namespace internal
-
-/// The asynchronous form of a call, after the checks of its arguments.
-static Work post(const std::shared_ptr<GroupState>& group, const Call& call, Timeout timeout) {
-  if (const std::string_view reason = group->engine().why_one_thread(); !reason.empty()) {
-    reject(*group, call,
-           "asynchronous calls run on a thread of their own, but " + std::string(reason));
-  }
-  try {
-    return Work(std::make_shared<internal::WorkHandle>(group, call, timeout));
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {  // no memory, or no thread: the call was not made
-    group->refuse(call, name_of(call.op), error.what());
-    throw;
-  }
-}
 
 Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::milliseconds timeout,
              Check check)

@@ -328,7 +328,7 @@ void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
   call.timeout = limit.of_step();
   try {
     group_recorder_.begin(call);
-    engine_->run(call);
+    run_on_engine(call);
     group_recorder_.end(call);
   } catch (...) {
     fail(call);

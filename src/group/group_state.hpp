@@ -120,6 +120,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   [[noreturn]] void throw_forked_child(const Call& call) const;
   [[noreturn]] void throw_other_thread(const Call& call);
   void run_posted(Call& call, const detail::TimeLimit& limit);
+  void run_on_engine(const Call& call) {
+    if (call.ins.empty() && call.outs.empty()) return engine_->run(call);
+    engine_->run_lists(call);
+  }
   /// In a handler: rethrows what the call threw.
   [[noreturn]] void fail(const Call& call);
   void mark_dead() noexcept;

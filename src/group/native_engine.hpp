@@ -23,8 +23,16 @@ class NativeEngine : public Engine {
 /// False of an engine that is not lockstep's own.
 bool reports_progress(const Engine& engine) noexcept;
 
-/// See NativeEngine.
+/// What the layers above need of a Group beyond its own operations.
 struct NativeGroup {
+  /// Runs a call whose arguments have been checked: the memory is valid, `in` and `out` are apart
+  /// where an operation wants that, the reduction supports the type, and root is a rank. Of
+  /// all_reduce and all_gather root may be a tag, 0 or more: what the call is for, which ranks
+  /// compare (MismatchError). Ranks may call Group's own operations meanwhile.
+  static void run(const Group& group, Call call, Timeout timeout);
+  /// The same as an asynchronous call. What the call points to must live until the Work is done.
+  static Work post(const Group& group, const Call& call, Timeout timeout);
+  /// See NativeEngine.
   static bool has_low_latency(const Group& group) noexcept;
   static bool reduces_moments(const Group& group) noexcept;
 };

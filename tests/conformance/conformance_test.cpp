@@ -14,7 +14,7 @@
 
 #include "conformance/reference.hpp"
 #ifndef LOCKSTEP_CONFORMANCE_ENGINE
-#include "group/list_calls.hpp"
+#include "group/native_engine.hpp"
 #endif
 #if !defined(LOCKSTEP_CONFORMANCE_ENGINE) && !defined(LOCKSTEP_CONFORMANCE_GLOO)
 #include "support/allocations.hpp"
@@ -331,12 +331,7 @@ class Parts {
     }
   }
 
-  template <class E>
-  std::vector<E> elements(DType dtype) {
-    std::vector<E> all;
-    for (Bytes& part : parts_) all.push_back({part.data(), part.size() / size_of(dtype), dtype});
-    return all;
-  }
+  std::vector<Bytes>& all() { return parts_; }
   Bytes joined() const {
     Bytes all;
     for (const Bytes& part : parts_) append(all, part);
@@ -347,16 +342,30 @@ class Parts {
   std::vector<Bytes> parts_;
 };
 
+/// A call with a list of parts, as the layers above make it.
+void run_lists(const Group& group, Call call, std::vector<Bytes>* ins, std::vector<Bytes>* outs) {
+  std::vector<const void*> from;
+  std::vector<void*> to;
+  if (ins != nullptr) {
+    for (const Bytes& part : *ins) from.push_back(part.data());
+  }
+  if (outs != nullptr) {
+    for (Bytes& part : *outs) to.push_back(part.data());
+  }
+  call.ins = from;
+  call.outs = to;
+  call.where = std::source_location::current();
+  internal::NativeGroup::run(group, call, {});
+}
+
 // Ranks of even numbers give lists, the others one block of memory.
 TEST_P(Conformance, lists_of_parts_as_one_block) {
-  using internal::ListCalls;
   constexpr DType kType = DType::f32;
   run([] {
     const Group group = default_group();
     const int n_ranks = group.size(), rank = group.rank();
     const bool has_lists = rank % 2 == 0;
     const auto n = static_cast<std::size_t>(n_ranks);
-    const auto where = std::source_location::current();
     for (const std::size_t count : kCounts) {
       const std::size_t n_bytes = count * size_of(kType);
       const auto same = [&](int) { return n_bytes; };
@@ -370,29 +379,30 @@ TEST_P(Conformance, lists_of_parts_as_one_block) {
       Parts ins(whole, n_ranks, same), outs(n_ranks, n_bytes);
       const ConstElements in{mine.data(), count, kType}, block{whole.data(), count * n, kType};
       const Elements out{mine.data(), count, kType}, result{all.data(), count * n, kType};
-      const auto in_list = ins.elements<ConstElements>(kType);
-      const auto out_list = outs.elements<Elements>(kType);
+      const auto call = [&](Op op, int root, const void* from, void* to) {
+        return Call{.op = op, .dtype = kType, .root = root, .count = count, .in = from, .out = to, .where = {}};
+      };
 
       if (has_lists) {
-        ListCalls::all_gather(group, in, out_list, {}, where);
+        run_lists(group, call(Op::all_gather, -1, mine.data(), nullptr), nullptr, &outs.all());
       } else {
-        group.all_gather(in, result, {}, where);
+        group.all_gather(in, result);
       }
       ASSERT_EQ(has_lists ? outs.joined() : all, gathered) << count;
 
       if (has_lists) {
-        ListCalls::all_to_all(group, in_list, out_list, {}, where);
+        run_lists(group, call(Op::all_to_all, -1, nullptr, nullptr), &ins.all(), &outs.all());
       } else {
-        group.all_to_all(block, result, {}, where);
+        group.all_to_all(block, result);
       }
       ASSERT_EQ(has_lists ? outs.joined() : all, exchanged) << count;
 
       for (int root = 0; root < n_ranks; ++root) {
         const bool is_root = root == rank;
         if (is_root && has_lists) {
-          ListCalls::gather(group, in, out_list, root, {}, where);
+          run_lists(group, call(Op::gather, root, mine.data(), nullptr), nullptr, &outs.all());
         } else {
-          group.gather(in, result, root, {}, where);
+          group.gather(in, result, root);
         }
         if (is_root) {
           ASSERT_EQ(has_lists ? outs.joined() : all, gathered) << count;
@@ -400,17 +410,17 @@ TEST_P(Conformance, lists_of_parts_as_one_block) {
       }
       for (int root = 0; root < n_ranks; ++root) {
         if (root == rank && has_lists) {
-          ListCalls::scatter(group, in_list, out, root, {}, where);
+          run_lists(group, call(Op::scatter, root, nullptr, mine.data()), &ins.all(), nullptr);
         } else {
-          group.scatter(block, out, root, {}, where);
+          group.scatter(block, out, root);
         }
         ASSERT_EQ(mine, piece(values(kType, count * n, 41, root), rank, n_bytes)) << count;
       }
 
       if (has_lists) {
-        ListCalls::reduce_scatter(group, in_list, out, ReduceOp::sum, {}, where);
+        run_lists(group, call(Op::reduce_scatter, -1, nullptr, mine.data()), &ins.all(), nullptr);
       } else {
-        group.reduce_scatter(block, out, ReduceOp::sum, {}, where);
+        group.reduce_scatter(block, out);
       }
       ASSERT_EQ(mine,
                 piece(all_reduced(kType, ReduceOp::sum, count * n, 41, n_ranks), rank, n_bytes));
@@ -436,44 +446,19 @@ TEST_P(Conformance, lists_of_unequal_parts) {
     const ConstElements in{mine.data(), count_of(rank), DType::i32};
     Parts outs(Bytes(expected.size()), n_ranks, [&](int r) { return 4 * count_of(r); });
     Bytes all(expected.size());
-    const auto where = std::source_location::current();
     if (rank % 2 == 0) {
-      internal::ListCalls::all_gather(group, in, outs.elements<Elements>(DType::i32), {}, where);
+      run_lists(group,
+                {.op = Op::all_gather,
+                 .dtype = DType::i32,
+                 .count = in.count,
+                 .in = mine.data(),
+                 .counts = counts,
+                 .where = {}},
+                nullptr, &outs.all());
     } else {
-      group.all_gather(in, {all.data(), all.size() / 4, DType::i32}, counts, {}, where);
+      group.all_gather(in, {all.data(), all.size() / 4, DType::i32}, counts);
     }
     EXPECT_EQ(rank % 2 == 0 ? outs.joined() : all, expected);
-  });
-}
-
-TEST_P(Conformance, lists_that_do_not_fit) {
-  using internal::ListCalls;
-  run([] {
-    const Group group = default_group();
-    const int n_ranks = group.size();
-    const auto where = std::source_location::current();
-    std::array<float, 4> data{};
-    const ConstElements in{data.data(), 4, DType::f32};
-    Parts parts(n_ranks, 16), longer(n_ranks + 1, 16), shorter(n_ranks, 8);
-    const auto list = parts.elements<Elements>(DType::f32);
-    const auto too_many = longer.elements<Elements>(DType::f32);
-    const auto too_short = shorter.elements<Elements>(DType::f32);
-    const auto of_others = parts.elements<Elements>(DType::i32);
-    const auto rejects = [&](const auto& outs, const char* text) {
-      expect_contains(
-          thrown<UsageError>([&] { ListCalls::all_gather(group, in, outs, {}, where); }), text);
-    };
-    rejects(too_many, "outs has");
-    rejects(too_short, "in has 4 elements, expected 2");
-    rejects(of_others, "in holds f32, out i32");
-    rejects(std::vector<Elements>(list.size(), {data.data(), 4, DType::f32}), "overlap");
-    expect_contains(
-        thrown<UsageError>([&] { ListCalls::gather(group, in, too_short, 0, {}, where); }),
-        "part 0 of outs has 2 elements, expected 4");
-    expect_contains(
-        thrown<UsageError>([&] { ListCalls::gather(group, in, list, n_ranks, {}, where); }),
-        "dst is");
-    group.barrier();  // the group is usable
   });
 }
 #endif

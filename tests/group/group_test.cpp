@@ -16,7 +16,7 @@
 
 #include "group/async_groups.hpp"
 #include "group/group_state.hpp"
-#include "group/list_calls.hpp"
+#include "group/native_engine.hpp"
 #include "support/expect.hpp"
 #include "support/waiting.hpp"
 
@@ -333,11 +333,9 @@ TEST(GroupTest, lists_for_which_there_is_no_memory) {
   // Of addresses that nothing reads.
   constexpr std::size_t kCount = std::size_t{1} << 45U;
   const auto at = [](std::uintptr_t i) { return reinterpret_cast<void*>(i << 46U); };
-  const std::vector<Elements> outs = {{at(1), kCount, DType::u8}, {at(2), kCount, DType::u8}};
-  expect_contains(thrown<SystemError>([&] {
-                    internal::ListCalls::all_gather(group, {at(3), kCount, DType::u8}, outs, {},
-                                                    std::source_location::current());
-                  }),
+  const std::vector<void*> outs = {at(1), at(2)};
+  const Call call{.op = Op::all_gather, .count = kCount, .in = at(3), .outs = outs, .where = {}};
+  expect_contains(thrown<SystemError>([&] { internal::NativeGroup::run(group, call, {}); }),
                   "no memory to pack the parts");
   expect_contains(ended_with, "no memory to pack the parts");
 }
