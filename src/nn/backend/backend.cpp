@@ -7,14 +7,12 @@
 #include <mutex>
 #include <optional>
 
-#include "group/list_calls.hpp"
 #include "group/no_rank_text.hpp"
 #include "nn/backend/interpreter.hpp"
 
 namespace lockstep::backend {
 
 using c10d::OpType;
-using internal::ListCalls;
 
 namespace {
 
@@ -129,13 +127,6 @@ Timeout Backend::timeout_of(std::chrono::milliseconds timeout) const {
   return timeout.count() > 0 ? Timeout(timeout) : Timeout(options_->timeout);
 }
 
-int Backend::checked_root(std::int64_t root, const ErrorContext& context) const {
-  if (root < 0 || root >= size_) {
-    throw UsageError(context, internal::no_rank_text("the root", root, size_));
-  }
-  return static_cast<int>(root);
-}
-
 void Backend::end_late(const ErrorContext& context, std::string text) const {
   text += "\n  the timeout of a call is that of init_process_group or new_group";
   group().abandon(text);
@@ -161,32 +152,115 @@ void Backend::refuse(std::string operation, std::source_location where,
   }
 }
 
+void Backend::run_on_group(const char* operation, const Run& run, const Site& site) const try {
+  detail::Collective(operation, group(), site.where).run([&] { run(group(), site); });
+} catch (const TimeoutError& error) {
+  // Programs search the text for "timeout", which it lacks.
+  throw TimeoutError(
+      error.context(),
+      error.text() + "\n  the timeout of a call is that of init_process_group or new_group");
+}
+
+Backend::WorkResult Backend::call(const Asked& asked, const Prepare& prepare) {
+  n_calls_.fetch_add(1, std::memory_order_relaxed);
+  auto work = c10::make_intrusive<CollectiveWork>(group(), asked.type, asked.title, asked.inputs,
+                                                  asked.results);
+  return asked.is_async && !process_.is_forked_child()
+             ? call_on_queue(asked, std::move(work), prepare)
+             : call_here(asked, std::move(work), prepare);
+}
+
+Backend::WorkResult Backend::call_here(const Asked& asked, c10::intrusive_ptr<CollectiveWork> work,
+                                       const Prepare& prepare) {
+  const char* const operation = operation_of(asked.title);
+  const InterruptibleCall here =
+      before_call(operation, {}, [&] { return InterruptibleCall(group()); });
+  const Site site{.timeout = timeout_of(asked.timeout), .where = here.where()};
+  const Run run = before_call(operation, site.where,
+                              [&] { return prepare(context_of_call(operation, site.where)); });
+  if (process_.is_forked_child()) {
+    // Throws; the queue may be that of a thread which is not here.
+    run_on_group(operation, run, site);
+  } else {
+    const auto limit = site.timeout.or_else({});
+    const auto pending = queue_->run(limit, [&](std::chrono::milliseconds left) {
+      run_on_group(operation, run, Site{.timeout = left, .where = site.where});
+    });
+    if (pending) {
+      const double limit_s = std::chrono::duration<double>(limit).count();
+      end_late(context_of(operation, site.where), pending->waited_for(rank_, limit_s));
+    }
+  }
+  work->complete(nullptr);
+  return work;
+}
+
+Backend::WorkResult Backend::call_on_queue(const Asked& asked,
+                                           c10::intrusive_ptr<CollectiveWork> work,
+                                           const Prepare& prepare) {
+  const char* const operation = operation_of(asked.title);
+  const Site site{.timeout = timeout_of(asked.timeout), .where = interpreter().where()};
+  Run run = before_call(operation, site.where,
+                        [&] { return prepare(context_of_call(operation, site.where)); });
+  // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
+  auto run_posted = [this, operation, work, site, memory = storages_of(asked.inputs, asked.results),
+                     run = std::move(run)]() -> internal::CallQueue::Completion {
+    std::exception_ptr error;
+    try {
+      run_on_group(operation, run, site);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    return [work, error] { return work->complete(error); };
+  };
+  before_call(operation, site.where, [&] {
+    queue_->post(std::move(run_posted), {.operation = operation, .where = site.where});
+  });
+  return work;
+}
+
+Backend::WorkResult Backend::call_on_tensors(const Asked& asked, const Describe& describe) {
+  return call(asked, [&](const ErrorContext& context) -> Run {
+    const auto calls =
+        std::make_shared<nn::PreparedCalls>(describe(context), nn::kOfC10d, group(), context);
+    return [calls](const Group& group, const Site& site) { calls->run(group, site.timeout); };
+  });
+}
+
+void Backend::run_in_order(const char* title, OpType type,
+                           const std::function<void(const Group& group, Timeout timeout)>& run) {
+  call({.title = title,
+        .type = type,
+        .is_async = false,
+        .timeout = c10d::kUnsetTimeout,
+        .inputs = {},
+        .results = {}},
+       [&](const ErrorContext&) -> Run {
+         return [&](const Group& group, const Site& site) { run(group, site.timeout); };
+       });
+}
+
 Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context,
                                              std::uint32_t n_refused) {
   const bool is_send = message.type == OpType::SEND;
   if (message.type != OpType::RECVANYSOURCE && (message.peer < 0 || message.peer >= size_)) {
     throw UsageError(context, internal::no_rank_text(is_send ? "dst" : "src", message.peer, size_));
   }
-  const at::Tensor tensor = only(message.tensors, context);
-  const at::Tensor in_place =
-      is_send ? contiguous(tensor, context) : contiguous_output(tensor, context);
-  const Elements elements = elements_of(in_place);
+  nn::TensorCall tensors{.op = is_send ? Op::send : Op::recv, .root = message.peer};
+  (is_send ? tensors.ins : tensors.outs) = {only(message.tensors, context)};
+  nn::PreparedCall prepared(std::move(tensors), nn::kOfC10d, group(), context);
+  Call call = prepared.call();
+  call.n_refused = n_refused;
+  call.group = group().name();
+  call.timeout = Timeout(options_->timeout).or_else({});
   auto work = c10::make_intrusive<TaggedMessageWork>(
       group(), joined_.messages,
-      TaggedMessageWork::Message{
-          .tensor = tensor, .in_place = in_place, .type = message.type, .title = message.title});
+      TaggedMessageWork::Message{.tensor = message.tensors.front(),
+                                 .prepared = std::move(prepared),
+                                 .type = message.type,
+                                 .title = message.title});
   const InterruptibleCall ended_by_interrupts(group());
-  work->post({.op = is_send ? Op::send : Op::recv,
-              .dtype = elements.dtype,
-              .root = message.peer,
-              .count = elements.count,
-              .in = is_send ? elements.data : nullptr,
-              .out = is_send ? nullptr : elements.data,
-              .n_refused = n_refused,
-              .group = group().name(),
-              .timeout = Timeout(options_->timeout).or_else({}),
-              .where = context.where},
-             message.tag);
+  work->post(call, message.tag);
   return work;
 }
 
@@ -257,8 +331,8 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
 }
 
 Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
-  return call("lockstep:barrier", OpType::BARRIER, options.asyncOp, options.timeout, {}, {},
-              [](const ErrorContext&) {
+  return call({"lockstep:barrier", OpType::BARRIER, options.asyncOp, options.timeout, {}, {}},
+              [](const ErrorContext&) -> Run {
                 return [](const Group& group, const Site& site) {
                   group.barrier(site.timeout, site.where);
                 };
@@ -276,223 +350,6 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
                   {.of_rank_0 = has_own_limit ? Timeout(options.timeout).or_else({}) : of_group,
                    .of_others = of_group,
                    .names_all_late_ranks = wait_all_ranks});
-}
-
-Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return call("lockstep:broadcast", OpType::BROADCAST, options.asyncOp, options.timeout, tensors,
-              tensors, [&](const ErrorContext& context) {
-                const int root = checked_root(options.rootRank, context);
-                const at::Tensor tensor = only(tensors, context);
-                const at::Tensor in_place = root == rank_ ? contiguous(tensor, context)
-                                                          : contiguous_output(tensor, context);
-                return [=](const Group& group, const Site& site) {
-                  group.broadcast(elements_of(in_place), root, site.timeout, site.where);
-                  if (group.rank() != root) write_back(in_place, tensor);
-                };
-              });
-}
-
-Backend::WorkResult Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
-  return call("lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp, options.timeout, tensors,
-              tensors, [&](const ErrorContext& context) {
-                const at::Tensor tensor = only(tensors, context);
-                const at::Tensor in_place = contiguous_output(tensor, context);
-                const Reduction reduction = reduction_of(in_place, options.reduceOp, context);
-                return [=](const Group& group, const Site& site) {
-                  group.all_reduce(reduction.elements, reduction.op, site.timeout, site.where);
-                  write_back(in_place, tensor);
-                };
-              });
-}
-
-Backend::WorkResult Backend::allreduce_coalesced(Tensors& tensors,
-                                                 const c10d::AllreduceCoalescedOptions& options) {
-  return call("lockstep:all_reduce", OpType::ALLREDUCE_COALESCED, options.asyncOp, options.timeout,
-              tensors, tensors, [&](const ErrorContext& context) {
-                Tensors in_place;
-                std::vector<Reduction> reductions;
-                for (const at::Tensor& tensor : tensors) {
-                  in_place.push_back(contiguous_output(tensor, context));
-                  reductions.push_back(reduction_of(in_place.back(), options.reduceOp, context));
-                }
-                return [=, outputs = tensors](const Group& group, const Site& site) {
-                  // Here: earlier calls have written their results.
-                  const Tensors apart = nn::without_shared_memory(in_place);
-                  for (std::size_t i = 0; i < outputs.size(); ++i) {
-                    Elements elements = reductions[i].elements;
-                    elements.data = apart[i].data_ptr();
-                    group.all_reduce(elements, reductions[i].op, site.timeout, site.where);
-                    write_back(apart[i], outputs[i]);
-                  }
-                };
-              });
-}
-
-Backend::WorkResult Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return call("lockstep:reduce", OpType::REDUCE, options.asyncOp, options.timeout, tensors, tensors,
-              [&](const ErrorContext& context) {
-                const int root = checked_root(options.rootRank, context);
-                const at::Tensor tensor = only(tensors, context);
-                const at::Tensor in_place = root == rank_ ? contiguous_output(tensor, context)
-                                                          : contiguous(tensor, context);
-                const Reduction reduction = reduction_of(in_place, options.reduceOp, context);
-                return [=](const Group& group, const Site& site) {
-                  group.reduce(reduction.elements, root, reduction.op, site.timeout, site.where);
-                  if (group.rank() == root) write_back(in_place, tensor);
-                };
-              });
-}
-
-Backend::Gathered Backend::prepare_gather(const at::Tensor& input, const Tensors& outputs,
-                                          const ErrorContext& context) const {
-  Gathered gathered{.in = contiguous(input, context), .outs = {}};
-  if (outputs.size() != n_ranks()) {
-    throw UsageError(context, fmt::format("{} output tensors for {} ranks", outputs.size(), size_));
-  }
-  for (const at::Tensor& output : outputs) {
-    gathered.outs.push_back(contiguous_output(output, context));
-    if (output.scalar_type() != input.scalar_type()) {
-      throw UsageError(context, fmt::format("an output is of type {}, the input of {}",
-                                            at::toString(output.scalar_type()),
-                                            at::toString(input.scalar_type())));
-    }
-  }
-  check_outputs_apart(outputs, context);
-  const auto own = static_cast<std::size_t>(rank_);
-  if (gathered.outs[own].numel() != input.numel()) {
-    throw UsageError(context, fmt::format("output {} has {} elements, this rank's input {}", own,
-                                          gathered.outs[own].numel(), input.numel()));
-  }
-  gathered.in = apart_from(ranges_of(outputs), gathered.in);
-  return gathered;
-}
-
-namespace {
-
-void write_all_back(const Tensors& contiguous, const Tensors& tensors) {
-  for (std::size_t i = 0; i < tensors.size(); ++i) write_back(contiguous[i], tensors[i]);
-}
-
-}  // namespace
-
-Backend::WorkResult Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                       const c10d::AllgatherOptions& options) {
-  return call("lockstep:all_gather", OpType::ALLGATHER, options.asyncOp, options.timeout, inputs,
-              outputs.empty() ? Tensors{} : outputs.front(), [&](const ErrorContext& context) {
-                if (outputs.size() != 1) throw UsageError(context, "takes one list of outputs");
-                Gathered gathered = prepare_gather(only(inputs, context), outputs.front(), context);
-                return [gathered = std::move(gathered), tensors = outputs.front()](
-                           const Group& group, const Site& site) {
-                  ListCalls::all_gather(group, elements_of(gathered.in),
-                                        elements_of_each(gathered.outs), site.timeout, site.where);
-                  write_all_back(gathered.outs, tensors);
-                };
-              });
-}
-
-Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                                 const c10d::AllgatherOptions& options) {
-  Tensors results;
-  for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
-  // outputs: for each rank its tensors, or for each input the ranks' tensors.
-  return call("lockstep:all_gather", OpType::ALLGATHER_COALESCED, options.asyncOp, options.timeout,
-              inputs, results, [&](const ErrorContext& context) {
-                check_outputs_apart(results, context);
-                const auto written = ranges_of(results);
-                if (outputs.size() != n_ranks()) {
-                  throw UsageError(context, fmt::format("{} lists of outputs for {} ranks",
-                                                        outputs.size(), size_));
-                }
-                std::vector<Gathered> all;
-                std::vector<Tensors> tensors;
-                for (std::size_t i = 0; i < inputs.size(); ++i) {
-                  Tensors of_input;
-                  for (const Tensors& of_rank : outputs) {
-                    if (of_rank.size() != inputs.size()) {
-                      throw UsageError(context, fmt::format("{} outputs of a rank for {} inputs",
-                                                            of_rank.size(), inputs.size()));
-                    }
-                    of_input.push_back(of_rank[i]);
-                  }
-                  all.push_back(prepare_gather(inputs[i], of_input, context));
-                  all.back().in = apart_from(written, all.back().in);
-                  tensors.push_back(std::move(of_input));
-                }
-                return [all = std::move(all), tensors = std::move(tensors)](const Group& group,
-                                                                            const Site& site) {
-                  for (std::size_t i = 0; i < all.size(); ++i) {
-                    ListCalls::all_gather(group, elements_of(all[i].in),
-                                          elements_of_each(all[i].outs), site.timeout, site.where);
-                    write_all_back(all[i].outs, tensors[i]);
-                  }
-                };
-              });
-}
-
-Backend::WorkResult Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                    const c10d::GatherOptions& options) {
-  return call("lockstep:gather", OpType::GATHER, options.asyncOp, options.timeout, inputs,
-              outputs.empty() ? Tensors{} : outputs.front(), [&](const ErrorContext& context) {
-                const int root = checked_root(options.rootRank, context);
-                const at::Tensor in = only(inputs, context);
-                if (rank_ != root && !outputs.empty()) {
-                  throw UsageError(context, "only the destination takes outputs");
-                }
-                std::optional<Gathered> gathered;
-                Tensors tensors;
-                if (rank_ == root) {
-                  if (outputs.size() != 1) throw UsageError(context, "takes one list of outputs");
-                  tensors = outputs.front();
-                  gathered = prepare_gather(in, tensors, context);
-                }
-                return [root, in = contiguous(in, context), gathered = std::move(gathered),
-                        tensors = std::move(tensors)](const Group& group, const Site& site) {
-                  if (!gathered) {
-                    group.gather(elements_of(in), {}, root, site.timeout, site.where);
-                    return;
-                  }
-                  ListCalls::gather(group, elements_of(gathered->in),
-                                    elements_of_each(gathered->outs), root, site.timeout,
-                                    site.where);
-                  write_all_back(gathered->outs, tensors);
-                };
-              });
-}
-
-Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                     const c10d::ScatterOptions& options) {
-  return call(
-      "lockstep:scatter", OpType::SCATTER, options.asyncOp, options.timeout,
-      inputs.empty() ? outputs : inputs.front(), outputs, [&](const ErrorContext& context) {
-        const int root = checked_root(options.rootRank, context);
-        const at::Tensor output = only(outputs, context);
-        const at::Tensor out = contiguous_output(output, context);
-        Tensors parts;
-        if (rank_ == root) {
-          if (inputs.size() != 1 || inputs.front().size() != n_ranks()) {
-            throw UsageError(context,
-                             fmt::format("the source takes one list of {} tensors", size_));
-          }
-          for (const at::Tensor& part : inputs.front()) {
-            parts.push_back(apart_from(ranges_of(outputs), contiguous(part, context)));
-            if (part.numel() != output.numel() || part.scalar_type() != output.scalar_type()) {
-              throw UsageError(context, "the tensors differ in size or type");
-            }
-          }
-        } else if (!inputs.empty()) {
-          throw UsageError(context, "only the source takes inputs");
-        }
-        return [root, output, out, parts = std::move(parts)](const Group& group, const Site& site) {
-          if (parts.empty()) {
-            group.scatter({}, elements_of(out), root, site.timeout, site.where);
-          } else {
-            ListCalls::scatter(group, elements_of_each<ConstElements>(parts), elements_of(out),
-                               root, site.timeout, site.where);
-          }
-          write_back(out, output);
-        };
-      });
 }
 
 }  // namespace lockstep::backend

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <memory>
@@ -22,6 +23,7 @@
 #include "nn/backend/tensors.hpp"
 #include "nn/backend/works.hpp"
 #include "nn/error.hpp"
+#include "nn/tensors/tensor_call.hpp"
 
 namespace lockstep::backend {
 
@@ -69,12 +71,8 @@ class Backend final : public c10d::Backend {
   /// are posted: see lockstep::detail::Collective.
   void refuse(std::string operation, std::source_location where, std::string reason) noexcept;
   /// run(group, timeout) on this thread, as a blocking call of the program.
-  template <class Run>
-  void run_in_order(const char* title, c10d::OpType type, Run run) {
-    call(title, type, /*is_async=*/false, c10d::kUnsetTimeout, {}, {}, [&](const ErrorContext&) {
-      return [&](const Group& group, const Site& site) { run(group, site.timeout); };
-    });
-  }
+  void run_in_order(const char* title, c10d::OpType type,
+                    const std::function<void(const Group& group, Timeout timeout)>& run);
   /// Ends calls under way, for peers with `failure` if it is not empty, and waits for the callbacks
   /// of futures.
   void end_callbacks(const std::string& failure);
@@ -146,11 +144,11 @@ class Backend final : public c10d::Backend {
   /// Throws UsageError after shutdown().
   ErrorContext context_of_call(const char* operation, std::source_location where) const;
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
-  int checked_root(std::int64_t root, const ErrorContext& context) const;
 
   static const char* operation_of(const char* title) { return title + sizeof "lockstep:" - 1; }
-  template <class Run>
-  void run_on_group(const char* operation, Run& run, const Site& site) const;
+  /// What runs a call whose arguments have been checked.
+  using Run = std::function<void(const Group& group, const Site& site)>;
+  void run_on_group(const char* operation, const Run& run, const Site& site) const;
   /// One send or receive.
   struct Message {
     const char* title;
@@ -169,28 +167,28 @@ class Backend final : public c10d::Backend {
   WorkResult message(const Message& message, F start_elsewhere);
   WorkResult message_in_host(const Message& message, const ErrorContext& context,
                              std::uint32_t n_refused);
-  /// prepare(context): checks the arguments, and returns what runs the call: run(group, site).
-  template <class Prepare>
-  WorkResult call(const char* title, c10d::OpType type, bool is_async,
-                  std::chrono::milliseconds timeout, const Tensors& inputs, Tensors results,
-                  Prepare prepare);
-
-  /// Contiguous, without common memory. The sizes of in may differ between the ranks if those of
-  /// outs do.
-  struct Gathered {
-    at::Tensor in;
-    Tensors outs;
+  /// A call as c10d's caller gives it.
+  struct Asked {
+    const char* title;
+    c10d::OpType type;
+    bool is_async;
+    std::chrono::milliseconds timeout;
+    Tensors inputs;   // for the profiler
+    Tensors results;  // of the future
   };
-  Gathered prepare_gather(const at::Tensor& input, const Tensors& outputs,
-                          const ErrorContext& context) const;
-  WorkResult gather_into(const Tensors& outputs, const Tensors& inputs, c10d::OpType type,
-                         const c10d::AllgatherOptions& options);
-  WorkResult scatter_from(const Tensors& outputs, const Tensors& inputs, c10d::OpType type,
-                          const c10d::ReduceScatterOptions& options);
-  WorkResult scatter_even(const Tensors& outputs, const Tensors& inputs,
-                          const c10d::ReduceScatterOptions& options);
-  WorkResult scatter_uneven(const Tensors& outputs, const Tensors& inputs,
-                            const c10d::ReduceScatterOptions& options);
+  using Prepare = std::function<Run(const ErrorContext&)>;
+  /// prepare(context): checks the arguments. Throws UsageError.
+  WorkResult call(const Asked& asked, const Prepare& prepare);
+  WorkResult call_here(const Asked& asked, c10::intrusive_ptr<CollectiveWork> work,
+                       const Prepare& prepare);
+  WorkResult call_on_queue(const Asked& asked, c10::intrusive_ptr<CollectiveWork> work,
+                           const Prepare& prepare);
+  using Describe = std::function<std::vector<nn::TensorCall>(const ErrorContext&)>;
+  /// Runs what describe(context) returns: several calls where c10d coalesces them.
+  WorkResult call_on_tensors(const Asked& asked, const Describe& describe);
+  /// Of one call with lists, whose sizes may differ.
+  WorkResult all_to_all(const Asked& asked, const Describe& describe);
+  WorkResult reduce_scatter_uneven(Asked asked, const Describe& describe);
 
   base::ForkGuard process_;
   Joined joined_;
@@ -216,16 +214,6 @@ class LivingBackends {
   static void remove_released() noexcept;
 };
 
-template <class Run>
-void Backend::run_on_group(const char* operation, Run& run, const Site& site) const try {
-  detail::Collective(operation, group(), site.where).run([&] { run(group(), site); });
-} catch (const TimeoutError& error) {
-  // Programs search the text for "timeout", which it lacks.
-  throw TimeoutError(
-      error.context(),
-      error.text() + "\n  the timeout of a call is that of init_process_group or new_group");
-}
-
 template <class F>
 auto Backend::before_call(const char* operation, std::source_location where, F f) {
   try {
@@ -235,57 +223,6 @@ auto Backend::before_call(const char* operation, std::source_location where, F f
            detail::Collective::reason_of(std::current_exception()));
     throw;
   }
-}
-
-template <class Prepare>
-Backend::WorkResult Backend::call(const char* title, c10d::OpType type, bool is_async,
-                                  std::chrono::milliseconds timeout, const Tensors& inputs,
-                                  Tensors results, Prepare prepare) {
-  n_calls_.fetch_add(1, std::memory_order_relaxed);
-  const char* const operation = operation_of(title);
-  Storages memory =
-      is_async && !process_.is_forked_child() ? storages_of(inputs, results) : Storages();
-  auto work = c10::make_intrusive<CollectiveWork>(group(), type, title, inputs, std::move(results));
-  if (!is_async || process_.is_forked_child()) {
-    const InterruptibleCall here =
-        before_call(operation, {}, [&] { return InterruptibleCall(group()); });
-    const Site site{.timeout = timeout_of(timeout), .where = here.where()};
-    auto run = before_call(operation, site.where,
-                           [&] { return prepare(context_of_call(operation, site.where)); });
-    if (process_.is_forked_child()) {
-      // Throws; the queue may be that of a thread which is not here.
-      run_on_group(operation, run, site);
-    } else {
-      const auto limit = site.timeout.or_else({});
-      const auto pending = queue_->run(limit, [&](std::chrono::milliseconds left) {
-        run_on_group(operation, run, Site{.timeout = left, .where = site.where});
-      });
-      if (pending) {
-        const double limit_s = std::chrono::duration<double>(limit).count();
-        end_late(context_of(operation, site.where), pending->waited_for(rank_, limit_s));
-      }
-    }
-    work->complete(nullptr);
-    return work;
-  }
-  const Site site{.timeout = timeout_of(timeout), .where = interpreter().where()};
-  auto run = before_call(operation, site.where,
-                         [&] { return prepare(context_of_call(operation, site.where)); });
-  // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  auto run_posted = [this, operation, work, site, memory = std::move(memory),
-                     run = std::move(run)]() mutable -> internal::CallQueue::Completion {
-    std::exception_ptr error;
-    try {
-      run_on_group(operation, run, site);
-    } catch (...) {
-      error = std::current_exception();
-    }
-    return [work, error] { return work->complete(error); };
-  };
-  before_call(operation, site.where, [&] {
-    queue_->post(std::move(run_posted), {.operation = operation, .where = site.where});
-  });
-  return work;
 }
 
 }  // namespace lockstep::backend

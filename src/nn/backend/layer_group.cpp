@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "group/list_calls.hpp"
 #include "group/mismatch.hpp"
 #include "group/native_engine.hpp"
 #include "nn/backend/backend.hpp"
@@ -49,17 +48,16 @@ std::string text_of_layers(const std::vector<double>& tags) {
 
 /// A call of a layer on `group`, whose ranks compare its tag.
 void run_tagged(const Group& group, const Call& call, Timeout timeout) {
-  const Elements out{.data = call.out, .count = call.count, .dtype = call.dtype};
-  if (call.op == Op::all_reduce) {
-    return internal::ListCalls::all_reduce(group, out, call.reduce, /*tag=*/call.root, timeout,
-                                           call.where);
-  }
-  internal::ListCalls::all_gather(group,
-                                  {.data = call.in, .count = call.count, .dtype = call.dtype},
-                                  {.data = call.out,
-                                   .count = call.count * static_cast<std::size_t>(group.size()),
-                                   .dtype = call.dtype},
-                                  /*tag=*/call.root, timeout, call.where);
+  internal::NativeGroup::run(group,
+                             {.op = call.op,
+                              .dtype = call.dtype,
+                              .reduce = call.reduce,
+                              .root = call.root,
+                              .count = call.count,
+                              .in = call.in,
+                              .out = call.out,
+                              .where = call.where},
+                             timeout);
 }
 
 class LayerEngine : public internal::NativeEngine {

@@ -7,7 +7,6 @@
 
 #include "base/wait_until_true.hpp"
 #include "nn/backend/interpreter.hpp"
-#include "nn/backend/tensors.hpp"
 #include "nn/c10d/c10d_error.hpp"
 #include "nn/error.hpp"
 
@@ -38,7 +37,11 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
                       timeout.count()));
     }
   }
-  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
+  if (const std::exception_ptr error = exception()) {
+    // The program's end may have ended the call: then a daemon of Python stops here.
+    const InterruptibleCall call(group_);
+    std::rethrow_exception(error);
+  }
   return true;
 }
 
@@ -78,7 +81,7 @@ TaggedMessageWork::TaggedMessageWork(Group group, std::shared_ptr<shared::Tagged
 void TaggedMessageWork::post(const Call& call, int tag) try {
   timeout_ = call.timeout;
   // The storage: a program may give the tensor another one meanwhile.
-  request_ = messages_->post(call, tag, message_.in_place.storage());
+  request_ = messages_->post(call, tag, message_.prepared.own().storage());
 } catch (...) {
   finish(std::current_exception());
   throw;
@@ -114,7 +117,7 @@ void TaggedMessageWork::complete() {
   }
   try {
     request_->wait(std::chrono::milliseconds::zero());
-    if (opType_ != c10d::OpType::SEND) write_back(message_.in_place, message_.tensor);
+    message_.prepared.write_back();
   } catch (...) {
     finish(std::current_exception());
     throw;

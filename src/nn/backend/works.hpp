@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engines/shared/protocol/tagged_messages.hpp"
+#include "nn/tensors/tensor_call.hpp"
 
 namespace lockstep::backend {
 
@@ -46,8 +47,8 @@ class TaggedMessageWork final : public c10d::Work {
  public:
   /// What it moves.
   struct Message {
-    at::Tensor tensor;    // of the program
-    at::Tensor in_place;  // contiguous: the same, or a copy
+    at::Tensor tensor;          // of the program
+    nn::PreparedCall prepared;  // of it
     c10d::OpType type;
     const char* title;  // of the profiler's event
   };

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "group/failure.hpp"
-#include "group/list_calls.hpp"
+#include "group/native_engine.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/hash.hpp"
 
@@ -36,14 +36,33 @@ ErrorContext detail::Layer::context(std::string_view pass) const {
 }
 
 void detail::Layer::all_reduce(std::string_view pass, const Elements& message, ReduceOp op) const {
-  communicate(pass,
-              [&] { internal::ListCalls::all_reduce(group, message, op, tag, Timeout(), where); });
+  communicate(pass, [&] {
+    internal::NativeGroup::run(group,
+                               {.op = Op::all_reduce,
+                                .dtype = message.dtype,
+                                .reduce = op,
+                                .root = tag,
+                                .count = message.count,
+                                .in = message.data,
+                                .out = message.data,
+                                .where = where},
+                               Timeout());
+  });
 }
 
 void detail::Layer::all_gather(std::string_view pass, const ConstElements& in,
                                const Elements& out) const {
-  communicate(pass,
-              [&] { internal::ListCalls::all_gather(group, in, out, tag, Timeout(), where); });
+  communicate(pass, [&] {
+    internal::NativeGroup::run(group,
+                               {.op = Op::all_gather,
+                                .dtype = in.dtype,
+                                .root = tag,
+                                .count = in.count,
+                                .in = in.data,
+                                .out = out.data,
+                                .where = where},
+                               Timeout());
+  });
 }
 
 void detail::Layer::rethrow(std::string_view pass, const Error& error) const {

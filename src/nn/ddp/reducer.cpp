@@ -14,7 +14,7 @@
 
 #include "nn/ddp/reducer_parts.hpp"
 #include "nn/elements/dense.hpp"
-#include "nn/tensors/tensor_buffers.hpp"
+#include "nn/tensors/tensor_call.hpp"
 
 namespace lockstep::nn::detail {
 
@@ -225,43 +225,18 @@ void Reducer::publish_gradient(Parameter& parameter) {
   }
 }
 
-/// Every rank gathers the rows of all ranks, in rank order, and adds those of the same index.
+/// By the rows that any rank has.
 void Reducer::average_sparse(Parameter& parameter) {
   at::Tensor& gradient = parameter.tensor.mutable_grad();
-  const at::Tensor& tensor = parameter.tensor;  // of rows; the indices have one dimension
-  const std::vector<std::int64_t> row_sizes = tensor.sizes().slice(1).vec();
-  const auto with_rows = [&](std::int64_t n) {
-    std::vector<std::int64_t> sizes{n};
-    sizes.insert(sizes.end(), row_sizes.begin(), row_sizes.end());
-    return sizes;
-  };
-  at::Tensor indices = at::empty({0}, at::kLong);
-  at::Tensor rows = at::empty(with_rows(0), at::TensorOptions(tensor.scalar_type()));
-  if (gradient.defined()) {
-    const at::Tensor own = gradient.coalesce();
-    indices = for_group(own._indices()[0]);
-    rows = for_group(own._values());
+  const at::Tensor& tensor = parameter.tensor;
+  // Without rows too the indices have one dimension, as on the other ranks.
+  if (!gradient.defined() || gradient._nnz() == 0) {
+    gradient = at::sparse_coo_tensor(at::empty({1, 0}, tensor.options().dtype(at::kLong)),
+                                     tensor.detach().narrow(0, 0, 0), tensor.sizes());
   }
-  const auto n_ranks = static_cast<std::size_t>(group_.size());
-  const std::uint64_t mine = static_cast<std::uint64_t>(indices.numel());
-  std::vector<std::uint64_t> n_rows(n_ranks);
-  group_.all_gather({&mine, 1, DType::u64}, {n_rows.data(), n_ranks, DType::u64}, {}, where_);
-  const auto gather = [&](const at::Tensor& own, const at::Tensor& all, std::size_t row_bytes) {
-    std::vector<std::size_t> counts;
-    for (const std::uint64_t n : n_rows) counts.push_back(n * row_bytes);
-    group_.all_gather(bytes_of(own), bytes_of(all), counts, {}, where_);
-  };
-  std::int64_t n_all = 0;
-  for (const std::uint64_t n : n_rows) n_all += static_cast<std::int64_t>(n);
-  const at::Tensor all_indices = at::empty({n_all}, at::kLong);
-  const at::Tensor all_rows = at::empty(with_rows(n_all), rows.options());
-  gather(indices, all_indices, sizeof(std::int64_t));
-  gather(rows, all_rows,
-         tensor.nbytes() / static_cast<std::size_t>(std::max<std::int64_t>(1, tensor.size(0))));
-  gradient =
-      at::sparse_coo_tensor(all_indices.unsqueeze(0), all_rows.div_(group_.size()), tensor.sizes())
-          .coalesce()
-          .to(tensor.device());
+  gradient = all_reduce_sparse(gradient, kOperations, group_, {}, context())
+                 .div_(group_.size())
+                 .to(tensor.device());
 }
 
 /// All ranks see the same flags and throw alike.

@@ -21,7 +21,8 @@
 #include "nn/ddp/in_sync.hpp"
 #include "nn/ddp/reducer.hpp"
 #include "nn/ddp/reducer_parts.hpp"
-#include "nn/tensors/tensor_buffers.hpp"
+#include "nn/elements/elements.hpp"
+#include "nn/tensors/tensor_call.hpp"
 #include "world/session.hpp"
 
 namespace lockstep::nn::detail {

@@ -16,9 +16,19 @@ namespace py = pybind11;
 namespace lockstep::python {
 namespace {
 
+/// f() with the GIL; see gil.hpp.
+template <class F>
+auto with_gil(F f) {
+  try {
+    const py::gil_scoped_acquire gil;
+    return f();
+  } catch (abi::__forced_unwind&) {
+    stop_thread();
+  }
+}
+
 std::source_location python_line() {
-  const py::gil_scoped_acquire gil;
-  return core().where();
+  return with_gil([] { return core().where(); });
 }
 
 /// What a handler of a signal raised, with the text that peers get of it.
@@ -36,9 +46,10 @@ class RaisedByHandler final : public py::error_already_set {
 };
 
 std::source_location begin_call(const Group& group, const Group** before) {
-  const py::gil_scoped_acquire gil;
-  if (!core().begin_call(&group, before)) throw RaisedByHandler();
-  return core().where();
+  return with_gil([&] {
+    if (!core().begin_call(&group, before)) throw RaisedByHandler();
+    return core().where();
+  });
 }
 
 void end_call(const Group* before) { core().end_call(before); }

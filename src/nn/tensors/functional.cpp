@@ -20,7 +20,7 @@
 #include "nn/batch_norm/layer.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/hash.hpp"
-#include "nn/tensors/tensor_buffers.hpp"
+#include "nn/tensors/tensor_call.hpp"
 
 /// Each operation is a node of the graph. Before its data the ranks exchange a header, by which
 /// they find out that they make the same call, and need its gradient on all ranks or on none.
@@ -116,8 +116,6 @@ using CallPtr = c10::intrusive_ptr<FunctionalCall>;
 
 void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   const auto reject = [&](const std::string& text) { throw UsageError(call.context(), text); };
-  const std::string operation = call.context().operation;
-  const char* const name = operation.c_str();
   const Group& group = call.group();
   const bool is_to_root = call.kind == Kind::reduce || call.kind == Kind::gather;
   if (is_from_root(call.kind) || is_to_root) {
@@ -130,11 +128,11 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   }
   const bool may_be_empty = call.kind == Kind::scatter && !call.is_root();
   if (takes_parts(call.kind) && !(may_be_empty && inputs.empty())) {
-    check_parts(name, inputs, inputs.empty() ? Tensor() : inputs.front(), group, call.layer.where,
-                /*are_rows=*/call.kind == Kind::reduce_scatter);
+    check_parts(inputs, inputs.empty() ? Tensor() : inputs.front(), group, kOperations,
+                call.context(), /*are_rows=*/call.kind == Kind::reduce_scatter);
   }
   for (const Tensor& input : inputs) {
-    check_tensor(name, input, group, call.layer.where);
+    check_tensor(input, kOperations, call.context());
     if (input.is_quantized()) reject("got a quantized tensor: pass dequantize() of it");
     if (input.dim() > static_cast<std::int64_t>(kMaxDims)) {
       reject(
@@ -143,7 +141,7 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   }
   const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce ||
                        call.kind == Kind::reduce_scatter || call.kind == Kind::reduce_replicated;
-  if (reduces) (void)reduced_as(name, inputs.front(), call.op, group, call.layer.where);
+  if (reduces) check_reduction(inputs.front().scalar_type(), call.op, call.context());
 }
 
 Header header_of(const FunctionalCall& call, const variable_list& inputs) {
@@ -271,17 +269,11 @@ variable_list gather_rows(const FunctionalCall& call, const Tensor& data) {
   const bool are_equal = std::ranges::all_of(
       call.headers, [&](const Header& header) { return header.sizes == call.headers[0].sizes; });
   if (are_equal) return all_gather(data, group, call.limit.timeout(), call.layer.where);
-  const Tensor own = for_group(data);
-  std::vector<std::int64_t> n_rows, sizes = own.sizes().vec();
+  std::vector<std::int64_t> n_rows;
   for (const Header& header : call.headers) n_rows.push_back(header.sizes[0]);
-  sizes[0] = std::accumulate(n_rows.begin(), n_rows.end(), std::int64_t{0});
-  const Tensor all = at::empty(sizes, own.options());
-  const std::size_t row_bytes =
-      sizes[0] == 0 ? 0 : all.nbytes() / static_cast<std::size_t>(sizes[0]);
-  std::vector<std::size_t> counts;
-  for (const std::int64_t n : n_rows) counts.push_back(static_cast<std::size_t>(n) * row_bytes);
-  group.all_gather(bytes_of(own), bytes_of(all), counts, call.limit.timeout(), call.layer.where);
-  return all.to(data.device()).split_with_sizes(n_rows);
+  return all_gather_rows(data, n_rows, kOperations, group, call.limit.timeout(), call.context())
+      .to(data.device())
+      .split_with_sizes(n_rows);
 }
 
 /// Pads parts of different first sizes: the group has no reduce_scatter of such.

@@ -5,67 +5,111 @@
 
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
+#include <lockstep/nn/tensor_async.hpp>
 #include <lockstep/nn/tensor_trees.hpp>
 #include <lockstep/objects.hpp>
 #include <map>
+#include <memory>
 #include <optional>
+#include <utility>
 
+#include "nn/elements/elements.hpp"
 #include "nn/elements/memory_ranges.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/tensor_buffers.hpp"
+#include "nn/tensors/tensor_call.hpp"
 
 namespace lockstep::nn {
 
 using lockstep::detail::Collective;
 
+/// A pending operation; it lives until that has completed.
+struct detail::TensorOperation {
+  PreparedCall call;
+  bool is_written = false;  ///< back
+  Work work{};              // last: may be running until destroyed
+};
+
 namespace {
 
-constexpr const char* kReducible = "bool, u8, i8, i16, i32, i64, f16, bf16, f32 or f64";
+using detail::TensorOperation;
 
-/// Of without_shared_memory.
-void write_back_copies(const std::vector<at::Tensor>& apart,
-                       const std::vector<at::Tensor>& tensors) {
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (!apart[i].is_same(tensors[i])) write_back(apart[i], tensors[i]);
+PreparedCall prepare(TensorCall call, const Group& group, std::source_location where) {
+  const Op op = call.op;
+  const int peer = call.root;
+  const ErrorContext context = context_of(std::string(name_of(op)), group, where);
+  PreparedCall prepared(std::move(call), kOperations, group, context);
+  if (internal::is_pair(op)) {
+    const std::string text =
+        internal::why_no_peer(op == Op::send ? "dst" : "src", peer, group.rank(), group.size());
+    if (!text.empty()) throw UsageError(context, text);
   }
+  return prepared;
 }
 
-/// work(tensor) of each tensor, with the values from before the first.
-template <class F>
-void work_on_each(const char* operation, const std::vector<at::Tensor>& tensors, const Group& group,
-                  std::source_location where, F work) {
+PreparedCall run(TensorCall call, const Group& group, Timeout timeout, std::source_location where) {
   const at::NoGradGuard no_grad;
-  Collective(operation, group, where).run([&] {
-    auto apart = without_shared_memory(tensors);
-    for (at::Tensor& tensor : apart) work(tensor);
-    write_back_copies(apart, tensors);
+  PreparedCall prepared = guard_of(call.op, call.root, group, where).run([&] {
+    PreparedCall made = prepare(std::move(call), group, where);
+    made.run(group, timeout);
+    return made;
+  });
+  prepared.write_back();
+  return prepared;
+}
+
+template <class W = TensorWork>
+W start(TensorCall call, const Group& group, Timeout timeout, std::source_location where) {
+  return guard_of(call.op, call.root, group, where).run([&] {
+    auto operation = std::make_shared<TensorOperation>(prepare(std::move(call), group, where));
+    operation->work = operation->call.post(group, timeout);
+    return W(std::move(operation));
+  });
+}
+
+/// One operation in place on each tensor, with the values from before the first.
+void run_each(const TensorCall& call, const std::vector<at::Tensor>& tensors, const Group& group,
+              Timeout timeout, std::source_location where, const char* operation = nullptr) {
+  const at::NoGradGuard no_grad;
+  const ErrorContext context =
+      context_of(operation != nullptr ? operation : std::string(name_of(call.op)), group, where);
+  Collective(context.operation, group, where).run([&] {
+    std::vector<TensorCall> calls(tensors.size(), call);
+    for (std::size_t i = 0; i < tensors.size(); ++i) calls[i].outs = {tensors[i]};
+    PreparedCalls(std::move(calls), kOperations, group, context).run(group, timeout);
   });
 }
 
 }  // namespace
 
-DType dtype_of(const at::Tensor& tensor, std::source_location where) {
-  if (const auto dtype = dtype_of(tensor.scalar_type())) return *dtype;
-  throw UsageError({"dtype_of", "", -1, 0, where},
-                   fmt::format("cannot reduce tensors of type {}; convert to {}",
-                               c10::toString(tensor.scalar_type()), kReducible));
+void TensorWork::wait() {
+  if (!operation_) return;
+  operation_->work.wait();
+  if (std::exchange(operation_->is_written, true)) return;
+  const at::NoGradGuard no_grad;
+  operation_->call.write_back();
 }
 
-ReducedAs reduced_as(const char* operation, const at::Tensor& tensor, ReduceOp op,
-                     const Group& group, std::source_location where) {
-  const at::ScalarType type = tensor.scalar_type();
-  if (const auto as = reduced_as(type, op)) return *as;
-  throw UsageError(
-      context_of(operation, group, where),
-      fmt::format("cannot reduce a tensor of {} by {}; convert it to {}{}", c10::toString(type),
-                  name_of(op), kReducible, tensor.is_complex() ? ", or use sum or mean" : ""));
+bool TensorWork::done() const { return !operation_ || operation_->work.done(); }
+
+std::vector<at::Tensor> TensorsWork::wait() {
+  TensorWork::wait();
+  const at::NoGradGuard no_grad;
+  return operation_ ? operation_->call.rows() : std::vector<at::Tensor>();
+}
+
+DType dtype_of(const at::Tensor& tensor, std::source_location where) {
+  const ErrorContext context{"dtype_of", "", -1, 0, where};
+  if (const auto dtype = dtype_of(tensor.scalar_type())) return *dtype;
+  check_reduction(tensor.scalar_type(), ReduceOp::max, context);
+  return {};
 }
 
 Elements elements_of(const at::Tensor& tensor, std::source_location where) {
-  check_tensor("elements_of", tensor, Group(), where);
+  const ErrorContext context{"elements_of", "", -1, 0, where};
+  check_tensor(tensor, kOperations, context);
   if (!tensor.is_cpu() || !is_dense(tensor)) {
     throw UsageError(
-        {"elements_of", "", -1, 0, where},
+        context,
         "expected a contiguous CPU tensor, not a conjugate or negative view or a zero tensor: "
         "pass cpu().clone(at::MemoryFormat::Contiguous)");
   }
@@ -74,121 +118,108 @@ Elements elements_of(const at::Tensor& tensor, std::source_location where) {
 
 void all_reduce(at::Tensor& data, ReduceOp op, const Group& group, Timeout timeout,
                 std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor dense;
-  Collective("all_reduce", group, where).run([&] {
-    dense = for_result("all_reduce", data, group, where);
-    group.all_reduce(reduced_elements("all_reduce", dense, op, group, where), op, timeout, where);
-  });
-  copy_back(dense, data);
+  run({.op = Op::all_reduce, .reduce = op, .outs = {data}}, group, timeout, where);
 }
-
-void broadcast(at::Tensor& data, int src, const Group& group, Timeout timeout,
-               std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor dense;
-  Collective("broadcast", group, where).run([&] {
-    dense = for_result("broadcast", data, group, where);
-    group.broadcast(bytes_of(dense), src, timeout, where);
-  });
-  if (group.rank() != src) copy_back(dense, data);
-}
-
-std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Timeout timeout,
-                                   std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor all;
-  Collective("all_gather", group, where).run([&] {
-    const at::Tensor dense = for_group("all_gather", data, group, where);
-    all = rows_like(dense, group);
-    group.all_gather(bytes_of(dense), bytes_of(all), timeout, where);
-  });
-  return rows_on(data.device(), all);
+TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op, const Group& group,
+                            Timeout timeout, std::source_location where) {
+  return start({.op = Op::all_reduce, .reduce = op, .outs = {data}}, group, timeout, where);
 }
 
 void reduce(at::Tensor& data, int dst, ReduceOp op, const Group& group, Timeout timeout,
             std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor dense;
-  Collective("reduce", group, where).run([&] {
-    dense = for_result("reduce", data, group, where);
-    group.reduce(reduced_elements("reduce", dense, op, group, where), dst, op, timeout, where);
-  });
-  if (group.rank() == dst) copy_back(dense, data);
+  run({.op = Op::reduce, .reduce = op, .root = dst, .outs = {data}}, group, timeout, where);
+}
+TensorWork reduce_async(const at::Tensor& data, int dst, ReduceOp op, const Group& group,
+                        Timeout timeout, std::source_location where) {
+  return start({.op = Op::reduce, .reduce = op, .root = dst, .outs = {data}}, group, timeout,
+               where);
+}
+
+void broadcast(at::Tensor& data, int src, const Group& group, Timeout timeout,
+               std::source_location where) {
+  run({.op = Op::broadcast, .root = src, .outs = {data}}, group, timeout, where);
+}
+TensorWork broadcast_async(const at::Tensor& data, int src, const Group& group, Timeout timeout,
+                           std::source_location where) {
+  return start({.op = Op::broadcast, .root = src, .outs = {data}}, group, timeout, where);
+}
+
+std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group, Timeout timeout,
+                                   std::source_location where) {
+  return run({.op = Op::all_gather, .ins = {data}}, group, timeout, where).rows();
+}
+TensorsWork all_gather_async(const at::Tensor& data, const Group& group, Timeout timeout,
+                             std::source_location where) {
+  return start<TensorsWork>({.op = Op::all_gather, .ins = {data}}, group, timeout, where);
 }
 
 std::vector<at::Tensor> gather(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
                                std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor all;
-  Collective("gather", group, where).run([&] {
-    const at::Tensor dense = for_group("gather", data, group, where);
-    if (group.rank() == dst) all = rows_like(dense, group);
-    group.gather(bytes_of(dense), all.defined() ? bytes_of(all) : Elements{}, dst, timeout, where);
-  });
-  return all.defined() ? rows_on(data.device(), all) : std::vector<at::Tensor>();
+  return run({.op = Op::gather, .root = dst, .ins = {data}}, group, timeout, where).rows();
 }
+TensorsWork gather_async(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
+                         std::source_location where) {
+  return start<TensorsWork>({.op = Op::gather, .root = dst, .ins = {data}}, group, timeout, where);
+}
+
+namespace {
+
+/// parts: not used elsewhere than on src.
+TensorCall scatter_of(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src,
+                      const Group& group) {
+  TensorCall call{.op = Op::scatter, .root = src, .outs = {data}};
+  if (group.rank() == src) call.ins = parts;
+  return call;
+}
+
+}  // namespace
 
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src, const Group& group,
              Timeout timeout, std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor dense;
-  Collective("scatter", group, where).run([&] {
-    dense = for_result("scatter", data, group, where);
-    const at::Tensor all =
-        group.rank() == src ? join_parts("scatter", parts, data, group, where) : at::Tensor();
-    group.scatter(all.defined() ? bytes_of(all) : Elements{}, bytes_of(dense), src, timeout, where);
-  });
-  copy_back(dense, data);
+  run(scatter_of(data, parts, src, group), group, timeout, where);
+}
+TensorWork scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts, int src,
+                         const Group& group, Timeout timeout, std::source_location where) {
+  return start(scatter_of(data, parts, src, group), group, timeout, where);
 }
 
 void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, ReduceOp op,
                     const Group& group, Timeout timeout, std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor dense;
-  Collective("reduce_scatter", group, where).run([&] {
-    dense = for_result("reduce_scatter", data, group, where);
-    const at::Tensor all = join_parts("reduce_scatter", parts, data, group, where);
-    const auto elements = [&](const at::Tensor& tensor) {
-      return reduced_elements("reduce_scatter", tensor, op, group, where);
-    };
-    group.reduce_scatter(elements(all), elements(dense), op, timeout, where);
-  });
-  copy_back(dense, data);
+  run({.op = Op::reduce_scatter, .reduce = op, .ins = parts, .outs = {data}}, group, timeout,
+      where);
+}
+TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Tensor>& parts,
+                                ReduceOp op, const Group& group, Timeout timeout,
+                                std::source_location where) {
+  return start({.op = Op::reduce_scatter, .reduce = op, .ins = parts, .outs = {data}}, group,
+               timeout, where);
 }
 
 std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts, const Group& group,
                                    Timeout timeout, std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor first, out;
-  Collective("all_to_all", group, where).run([&] {
-    if (!parts.empty()) {
-      first = parts[0];
-      check_tensor("all_to_all", first, group, where);
-    }
-    const at::Tensor all = join_parts("all_to_all", parts, first, group, where);
-    out = at::empty_like(all);
-    group.all_to_all(bytes_of(all), bytes_of(out), timeout, where);
-  });
-  return rows_on(first.device(), out);
+  return run({.op = Op::all_to_all, .ins = parts}, group, timeout, where).rows();
+}
+TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts, const Group& group,
+                             Timeout timeout, std::source_location where) {
+  return start<TensorsWork>({.op = Op::all_to_all, .ins = parts}, group, timeout, where);
 }
 
 void send(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
           std::source_location where) {
-  Collective(Op::send, dst, group, where).run([&] {
-    group.send(bytes_of(for_group("send", data, group, where)), dst, timeout, where);
-  });
+  run({.op = Op::send, .root = dst, .ins = {data}}, group, timeout, where);
+}
+TensorWork send_async(const at::Tensor& data, int dst, const Group& group, Timeout timeout,
+                      std::source_location where) {
+  return start({.op = Op::send, .root = dst, .ins = {data}}, group, timeout, where);
 }
 
 void recv(at::Tensor& data, int src, const Group& group, Timeout timeout,
           std::source_location where) {
-  const at::NoGradGuard no_grad;
-  at::Tensor dense;
-  Collective(Op::recv, src, group, where).run([&] {
-    dense = for_result("recv", data, group, where);
-    group.recv(bytes_of(dense), src, timeout, where);
-  });
-  copy_back(dense, data);
+  run({.op = Op::recv, .root = src, .outs = {data}}, group, timeout, where);
+}
+TensorWork recv_async(const at::Tensor& data, int src, const Group& group, Timeout timeout,
+                      std::source_location where) {
+  return start({.op = Op::recv, .root = src, .outs = {data}}, group, timeout, where);
 }
 
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const Group& group,
@@ -201,28 +232,34 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
                                     .where = where};
   lockstep::detail::prepare(call, [&] {
     for (const auto& [key, tensor] : dict) {
-      check_result("all_reduce_dict", tensor, group, where);
-      (void)reduced_as("all_reduce_dict", tensor, op, group, where);
+      const ErrorContext context = context_of("all_reduce_dict", group, where);
+      check_tensor(tensor, kOperations, context);
+      check_result(tensor, context);
+      check_reduction(tensor.scalar_type(), op, context);
       entries.push_back({key, static_cast<std::size_t>(tensor.numel())});
     }
   });
   lockstep::detail::check_dicts(call, entries, op);
   std::vector<at::Tensor> tensors;
   for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
-  work_on_each("all_reduce_dict", tensors, group, where, [&](at::Tensor& tensor) {
-    all_reduce(tensor, op, group, call.limit.timeout(), where);
-  });
+  run_each({.op = Op::all_reduce, .reduce = op}, tensors, group, call.limit.timeout(), where,
+           "all_reduce_dict");
 }
 
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, double bucket_size_mb,
                        ReduceOp op, const Group& group, Timeout timeout,
                        std::source_location where) {
+  const TensorCall all_reduction{.op = Op::all_reduce, .reduce = op};
+  const auto once = unique_tensors(params);
+  if (!coalesce) return run_each(all_reduction, once, group, timeout, where, "all_reduce_params");
   const at::NoGradGuard no_grad;
   const lockstep::detail::TimeLimit limit(timeout);  // of all its collectives together
-  Collective("all_reduce_params", group, where).run([&] {
-    for (const at::Tensor& param : params) {
-      check_result("all_reduce_params", param, group, where);
-      (void)reduced_as("all_reduce_params", param, op, group, where);
+  const ErrorContext context = context_of("all_reduce_params", group, where);
+  Collective(context.operation, group, where).run([&] {
+    for (const at::Tensor& param : once) {
+      check_tensor(param, kOperations, context);
+      check_result(param, context);
+      check_reduction(param.scalar_type(), op, context);
     }
     const auto reduce_together = [&](const std::vector<at::Tensor>& some) {
       std::vector<at::Tensor> flat;
@@ -237,13 +274,8 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
     };
     std::map<at::ScalarType, std::vector<at::Tensor>> open;
     std::map<at::ScalarType, std::size_t> n_bytes;
-    const auto once = unique_tensors(params);
     const auto apart = without_shared_memory(once);
-    for (at::Tensor param : apart) {
-      if (!coalesce) {
-        all_reduce(param, op, group, limit.timeout(), where);
-        continue;
-      }
+    for (const at::Tensor& param : apart) {
       auto& bucket = open[param.scalar_type()];
       auto& size = n_bytes[param.scalar_type()];
       bucket.push_back(param);
@@ -256,7 +288,9 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
     for (const auto& [type, bucket] : open) {
       if (!bucket.empty()) reduce_together(bucket);
     }
-    write_back_copies(apart, once);
+    for (std::size_t i = 0; i < once.size(); ++i) {
+      if (!apart[i].is_same(once[i])) write_back(apart[i], once[i]);
+    }
   });
 }
 
@@ -264,14 +298,12 @@ at::Device get_comm_device(const Group& /*group*/) { return at::kCPU; }
 
 void detail::all_reduce_each(const std::vector<at::Tensor>& tensors, ReduceOp op,
                              const Group& group, Timeout timeout, std::source_location where) {
-  work_on_each("all_reduce", tensors, group, where,
-               [&](at::Tensor& tensor) { nn::all_reduce(tensor, op, group, timeout, where); });
+  run_each({.op = Op::all_reduce, .reduce = op}, tensors, group, timeout, where);
 }
 
 void detail::reduce_each(const std::vector<at::Tensor>& tensors, int dst, ReduceOp op,
                          const Group& group, Timeout timeout, std::source_location where) {
-  work_on_each("reduce", tensors, group, where,
-               [&](at::Tensor& tensor) { nn::reduce(tensor, dst, op, group, timeout, where); });
+  run_each({.op = Op::reduce, .reduce = op, .root = dst}, tensors, group, timeout, where);
 }
 
 void detail::separate(const char* operation, const std::vector<at::Tensor>& results,
@@ -299,20 +331,21 @@ void detail::separate(const char* operation, const std::vector<at::Tensor>& resu
 detail::TensorsOfTrees detail::parts_by_tensor(const char* operation, const TensorsOfTrees& parts,
                                                const std::vector<at::Tensor>& like,
                                                const Group& group, std::source_location where) {
+  const ErrorContext context = context_of(operation, group, where);
   return Collective(operation, group, where).run([&] {
-    check_n_parts(operation, parts.size(), group, where);
+    check_n_parts(parts.size(), group, context);
     TensorsOfTrees by_tensor(like.size());
     for (const auto& part : parts) {
       if (part.size() != like.size()) {
-        throw UsageError(context_of(operation, group, where),
+        throw UsageError(context,
                          fmt::format("parts must hold the same tensors: got {} and {} of them",
                                      like.size(), part.size()));
       }
       for (std::size_t i = 0; i < part.size(); ++i) by_tensor[i].push_back(part[i]);
     }
     for (std::size_t i = 0; i < like.size(); ++i) {
-      check_tensor(operation, like[i], group, where);
-      check_parts(operation, by_tensor[i], like[i], group, where);
+      check_tensor(like[i], kOperations, context);
+      check_parts(by_tensor[i], like[i], group, kOperations, context);
     }
     return by_tensor;
   });

@@ -1,0 +1,416 @@
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "nn/backend/backend.hpp"
+#include "nn/elements/dense.hpp"
+#include "nn/elements/elements.hpp"
+
+// c10d's collectives as TensorCalls, and those that are more than one of these.
+namespace lockstep::backend {
+
+using c10d::OpType;
+using nn::TensorCall;
+using TensorCalls = std::vector<TensorCall>;
+
+namespace {
+
+/// The calls that c10d coalesces: of outputs[i] and inputs[i].
+TensorCalls paired(const TensorCall& like, const Tensors& outputs, const Tensors& inputs,
+                   const ErrorContext& context) {
+  if (outputs.size() != inputs.size()) {
+    throw UsageError(context,
+                     fmt::format("{} outputs for {} inputs", outputs.size(), inputs.size()));
+  }
+  TensorCalls calls(outputs.size(), like);
+  for (std::size_t i = 0; i < calls.size(); ++i) {
+    calls[i].ins = {inputs[i]};
+    calls[i].outs = {outputs[i]};
+  }
+  return calls;
+}
+
+/// Lists of tensors that have one element for each rank, of which all are needed.
+const Tensors& one_each(const Tensors& tensors, const Group& group, const ErrorContext& context) {
+  nn::check_n_parts(tensors.size(), group, context);
+  return tensors;
+}
+
+}  // namespace
+
+Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return call_on_tensors(
+      {"lockstep:broadcast", OpType::BROADCAST, options.asyncOp, options.timeout, tensors, tensors},
+      [&](const ErrorContext& context) -> TensorCalls {
+        return {{.op = Op::broadcast,
+                 .root = rank_of(options.rootRank),
+                 .outs = {only(tensors, context)}}};
+      });
+}
+
+Backend::WorkResult Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
+  return call_on_tensors({"lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp,
+                          options.timeout, tensors, tensors},
+                         [&](const ErrorContext& context) -> TensorCalls {
+                           return {{.op = Op::all_reduce,
+                                    .reduce = reduction_of(options.reduceOp, context),
+                                    .outs = {only(tensors, context)}}};
+                         });
+}
+
+Backend::WorkResult Backend::allreduce_coalesced(Tensors& tensors,
+                                                 const c10d::AllreduceCoalescedOptions& options) {
+  return call_on_tensors({"lockstep:all_reduce", OpType::ALLREDUCE_COALESCED, options.asyncOp,
+                          options.timeout, tensors, tensors},
+                         [&](const ErrorContext& context) {
+                           TensorCalls calls(tensors.size(),
+                                             {.op = Op::all_reduce,
+                                              .reduce = reduction_of(options.reduceOp, context)});
+                           for (std::size_t i = 0; i < calls.size(); ++i)
+                             calls[i].outs = {tensors[i]};
+                           return calls;
+                         });
+}
+
+Backend::WorkResult Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return call_on_tensors(
+      {"lockstep:reduce", OpType::REDUCE, options.asyncOp, options.timeout, tensors, tensors},
+      [&](const ErrorContext& context) -> TensorCalls {
+        return {{.op = Op::reduce,
+                 .reduce = reduction_of(options.reduceOp, context),
+                 .root = rank_of(options.rootRank),
+                 .outs = {only(tensors, context)}}};
+      });
+}
+
+Backend::WorkResult Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                       const c10d::AllgatherOptions& options) {
+  return call_on_tensors(
+      {"lockstep:all_gather", OpType::ALLGATHER, options.asyncOp, options.timeout, inputs,
+       outputs.empty() ? Tensors{} : outputs.front()},
+      [&](const ErrorContext& context) -> TensorCalls {
+        return {{.op = Op::all_gather,
+                 .ins = {only(inputs, context)},
+                 .outs = one_each(only_list(outputs, context), group(), context)}};
+      });
+}
+
+Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& options) {
+  Tensors results;
+  for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
+  // outputs: for each rank its tensors, or for each input the ranks' tensors.
+  return call_on_tensors({"lockstep:all_gather", OpType::ALLGATHER_COALESCED, options.asyncOp,
+                          options.timeout, inputs, results},
+                         [&](const ErrorContext& context) {
+                           nn::check_n_parts(outputs.size(), group(), context);
+                           TensorCalls calls;
+                           for (const at::Tensor& input : inputs) {
+                             calls.push_back({.op = Op::all_gather, .ins = {input}});
+                           }
+                           for (const Tensors& of_rank : outputs) {
+                             if (of_rank.size() != inputs.size()) {
+                               throw UsageError(context,
+                                                fmt::format("{} outputs of a rank for {} inputs",
+                                                            of_rank.size(), inputs.size()));
+                             }
+                             for (std::size_t i = 0; i < inputs.size(); ++i) {
+                               calls[i].outs.push_back(of_rank[i]);
+                             }
+                           }
+                           return calls;
+                         });
+}
+
+Backend::WorkResult Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                             const c10d::AllgatherOptions& options) {
+  return call_on_tensors({"lockstep:all_gather",
+                          OpType::_ALLGATHER_BASE,
+                          options.asyncOp,
+                          options.timeout,
+                          {input},
+                          {output}},
+                         [&](const ErrorContext&) -> TensorCalls {
+                           return {{.op = Op::all_gather, .ins = {input}, .outs = {output}}};
+                         });
+}
+
+Backend::WorkResult Backend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return call_on_tensors(
+      {"lockstep:all_gather", OpType::COALESCED, options.asyncOp, options.timeout, inputs, outputs},
+      [&](const ErrorContext& context) {
+        return paired({.op = Op::all_gather}, outputs, inputs, context);
+      });
+}
+
+Backend::WorkResult Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                    const c10d::GatherOptions& options) {
+  return call_on_tensors({"lockstep:gather", OpType::GATHER, options.asyncOp, options.timeout,
+                          inputs, outputs.empty() ? Tensors{} : outputs.front()},
+                         [&](const ErrorContext& context) -> TensorCalls {
+                           const int root = rank_of(options.rootRank);
+                           TensorCall call{
+                               .op = Op::gather, .root = root, .ins = {only(inputs, context)}};
+                           if (rank_ == root) {
+                             call.outs = one_each(only_list(outputs, context), group(), context);
+                           } else if (!outputs.empty()) {
+                             throw UsageError(context, "only the destination takes outputs");
+                           }
+                           return {call};
+                         });
+}
+
+Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                     const c10d::ScatterOptions& options) {
+  return call_on_tensors({"lockstep:scatter", OpType::SCATTER, options.asyncOp, options.timeout,
+                          inputs.empty() ? outputs : inputs.front(), outputs},
+                         [&](const ErrorContext& context) -> TensorCalls {
+                           const int root = rank_of(options.rootRank);
+                           TensorCall call{
+                               .op = Op::scatter, .root = root, .outs = {only(outputs, context)}};
+                           if (rank_ == root) {
+                             call.ins = one_each(only_list(inputs, context), group(), context);
+                           } else if (!inputs.empty()) {
+                             throw UsageError(context, "only the source takes inputs");
+                           }
+                           return {call};
+                         });
+}
+
+Backend::WorkResult Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                  const c10d::ReduceScatterOptions& options) {
+  return call_on_tensors({"lockstep:reduce_scatter",
+                          OpType::_REDUCE_SCATTER_BASE,
+                          options.asyncOp,
+                          options.timeout,
+                          {input},
+                          {output}},
+                         [&](const ErrorContext& context) -> TensorCalls {
+                           return {{.op = Op::reduce_scatter,
+                                    .reduce = reduction_of(options.reduceOp, context),
+                                    .ins = {input},
+                                    .outs = {output}}};
+                         });
+}
+
+Backend::WorkResult Backend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  return call_on_tensors(
+      {"lockstep:reduce_scatter", OpType::COALESCED, options.asyncOp, options.timeout, inputs,
+       outputs},
+      [&](const ErrorContext& context) {
+        return paired({.op = Op::reduce_scatter, .reduce = reduction_of(options.reduceOp, context)},
+                      outputs, inputs, context);
+      });
+}
+
+Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                            const c10d::ReduceScatterOptions& options) {
+  const Tensors parts = inputs.empty() ? Tensors() : inputs.front();
+  const bool is_even = std::ranges::all_of(
+      parts, [&](const at::Tensor& part) { return part.numel() == parts.front().numel(); });
+  const Asked asked{"lockstep:reduce_scatter",
+                    OpType::REDUCE_SCATTER,
+                    options.asyncOp,
+                    options.timeout,
+                    parts,
+                    outputs};
+  const auto describe = [&](const ErrorContext& context) -> TensorCalls {
+    return {{.op = Op::reduce_scatter,
+             .reduce = reduction_of(options.reduceOp, context),
+             .ins = one_each(only_list(inputs, context), group(), context),
+             .outs = {only(outputs, context)}}};
+  };
+  return is_even ? call_on_tensors(asked, describe) : reduce_scatter_uneven(asked, describe);
+}
+
+/// All parts are reduced on each rank, which keeps its own.
+Backend::WorkResult Backend::reduce_scatter_uneven(Asked asked, const Describe& describe) {
+  asked.title = "lockstep:all_reduce";
+  return call(asked, [&](const ErrorContext& context) -> Run {
+    const at::NoGradGuard no_grad;
+    const TensorCall described = std::move(describe(context).front());
+    nn::check_tensors(described.ins, described.outs, /*are_results=*/true, nn::kOfC10d, context);
+    const at::Tensor output = described.outs.front();
+    const auto own = static_cast<std::size_t>(rank_);
+    Tensors flat;
+    std::int64_t begin = 0;
+    for (std::size_t r = 0; r < described.ins.size(); ++r) {
+      const at::Tensor& in = described.ins[r];
+      if (r < own) begin += in.numel();
+      flat.push_back(nn::dense(in).view(-1));
+    }
+    if (flat[own].numel() != output.numel()) {
+      throw UsageError(context, fmt::format("input {} has {} elements, the output {}", own,
+                                            flat[own].numel(), output.numel()));
+    }
+    const at::Tensor all = at::cat(flat);
+    const auto call = std::make_shared<nn::PreparedCall>(
+        TensorCall{.op = Op::all_reduce, .reduce = described.reduce, .outs = {all}}, nn::kOfC10d,
+        group(), context);
+    return [=](const Group& group, const Site& site) {
+      call->run(group, site.timeout);
+      nn::write_back(all.narrow(0, begin, output.numel()).view(output.sizes()), output);
+    };
+  });
+}
+
+namespace {
+
+using Sizes = std::vector<std::int64_t>;  // in elements, by rank
+
+Sizes sizes_of(const Tensors& tensors) {
+  Sizes sizes;
+  for (const at::Tensor& tensor : tensors) sizes.push_back(tensor.numel());
+  return sizes;
+}
+
+/// The largest and the smallest size that any rank sends to another. Every rank's sizes to send
+/// and to receive must agree.
+std::pair<std::int64_t, std::int64_t> agree_on_sizes(const Group& group, const Sizes& to,
+                                                     const Sizes& from, Timeout timeout,
+                                                     const ErrorContext& context) {
+  const auto n = static_cast<std::size_t>(group.size());
+  Sizes own(to);
+  own.insert(own.end(), from.begin(), from.end());
+  Sizes all(own.size() * n);
+  group.all_gather({.data = own.data(), .count = own.size(), .dtype = DType::i64},
+                   {.data = all.data(), .count = all.size(), .dtype = DType::i64}, timeout,
+                   context.where);
+  for (std::size_t src = 0; src < n; ++src) {
+    for (std::size_t dst = 0; dst < n; ++dst) {
+      const std::int64_t sent = all[src * own.size() + dst];
+      const std::int64_t received = all[dst * own.size() + n + src];
+      if (sent == received) continue;
+      throw UsageError(context, fmt::format("rank {} sends {} elements to rank {}, which takes {}",
+                                            src, sent, dst, received));
+    }
+  }
+  return {std::ranges::max(all), std::ranges::min(all)};
+}
+
+/// Parts whose sizes may differ travel as parts of the largest size. All are dense, and outs apart.
+void all_to_all_lists(const TensorCall& call, const Group& group, Timeout timeout,
+                      const ErrorContext& context) {
+  const auto run = [&](TensorCall of_equal) {
+    const nn::PreparedCall prepared(std::move(of_equal), nn::kOfC10d, group, context);
+    prepared.run(group, timeout);
+    prepared.write_back();
+  };
+  const auto [largest, smallest] =
+      agree_on_sizes(group, sizes_of(call.ins), sizes_of(call.outs), timeout, context);
+  if (largest == smallest) return run(call);
+  const at::NoGradGuard no_grad;
+  const at::Tensor sent = at::zeros({group.size(), largest}, call.ins[0].options());
+  const at::Tensor received = at::empty_like(sent);
+  for (std::int64_t r = 0; r < group.size(); ++r) {
+    const at::Tensor& in = call.ins[static_cast<std::size_t>(r)];
+    sent[r].narrow(0, 0, in.numel()).copy_(in.reshape({-1}));
+  }
+  run({.op = Op::all_to_all, .ins = {sent}, .outs = {received}});
+  for (std::int64_t r = 0; r < group.size(); ++r) {
+    const at::Tensor& out = call.outs[static_cast<std::size_t>(r)];
+    nn::write_back(received[r].narrow(0, 0, out.numel()).view(out.sizes()), out);
+  }
+}
+
+/// The part for each rank of a tensor that is split along its first dimension. rows: each rank's;
+/// empty: all the same.
+Tensors split_rows(const at::Tensor& tensor, Sizes rows, std::int64_t n_ranks,
+                   const ErrorContext& context) {
+  const std::int64_t n_rows = tensor.dim() == 0 ? 0 : tensor.size(0);
+  if (rows.empty()) {
+    if (n_rows % n_ranks != 0) {
+      throw UsageError(context,
+                       fmt::format("{} rows cannot be split among {} ranks", n_rows, n_ranks));
+    }
+    rows.assign(static_cast<std::size_t>(n_ranks), n_rows / n_ranks);
+  }
+  const std::int64_t sum = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+  if (static_cast<std::int64_t>(rows.size()) != n_ranks || sum != n_rows ||
+      std::ranges::min(rows) < 0) {
+    throw UsageError(context,
+                     fmt::format("split sizes {} for {} ranks of {} rows in all; the group has {} "
+                                 "ranks, the tensor {} rows",
+                                 fmt::join(rows, ", "), rows.size(), sum, n_ranks, n_rows));
+  }
+  return tensor.split_with_sizes(rows);
+}
+
+}  // namespace
+
+Backend::WorkResult Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                           std::vector<std::int64_t>& output_sizes,
+                                           std::vector<std::int64_t>& input_sizes,
+                                           const c10d::AllToAllOptions& options) {
+  const Asked asked{"lockstep:all_to_all",
+                    OpType::ALLTOALL_BASE,
+                    options.asyncOp,
+                    options.timeout,
+                    {input},
+                    {output}};
+  const auto describe = [&](const ErrorContext& context) -> TensorCalls {
+    for (const at::Tensor& tensor : {input, output}) {
+      nn::check_tensor(tensor, nn::kOfC10d, context);
+    }
+    const at::NoGradGuard no_grad;
+    Tensors ins = split_rows(input, input_sizes, size_, context);
+    Tensors outs = split_rows(output, output_sizes, size_, context);
+    if (!input_sizes.empty() || !output_sizes.empty()) {
+      return {{.op = Op::all_to_all, .ins = std::move(ins), .outs = std::move(outs)}};
+    }
+    return {{.op = Op::all_to_all, .ins = {input}, .outs = {output}}};
+  };
+  const bool is_even = output_sizes.empty() && input_sizes.empty();
+  return is_even ? call_on_tensors(asked, describe) : all_to_all(asked, describe);
+}
+
+Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
+                                      const c10d::AllToAllOptions& options) {
+  return all_to_all(
+      {"lockstep:all_to_all", OpType::ALLTOALL, options.asyncOp, options.timeout, inputs, outputs},
+      [&](const ErrorContext& context) -> TensorCalls {
+        return {{.op = Op::all_to_all,
+                 .ins = one_each(inputs, group(), context),
+                 .outs = one_each(outputs, group(), context)}};
+      });
+}
+
+Backend::WorkResult Backend::all_to_all(const Asked& asked, const Describe& describe) {
+  return call(asked, [&](const ErrorContext& context) -> Run {
+    const at::NoGradGuard no_grad;
+    const TensorCall call = std::move(describe(context).front());
+    nn::check_tensors(call.ins, call.outs, /*are_results=*/true, nn::kOfC10d, context);
+    return [call, context](const Group& group, const Site& site) {
+      all_to_all_lists(call, group, site.timeout, context);
+    };
+  });
+}
+
+Backend::WorkResult Backend::allreduce_sparse(Tensors& tensors,
+                                              const c10d::AllreduceOptions& options) {
+  return call({"lockstep:all_reduce", OpType::_ALLREDUCE_SPARSE, options.asyncOp, options.timeout,
+               tensors, tensors},
+              [&](const ErrorContext& context) -> Run {
+                const at::Tensor tensor = only(tensors, context);
+                if (!tensor.is_sparse() || !tensor.device().is_cpu()) {
+                  throw UsageError(context, "takes a sparse COO tensor of the CPU");
+                }
+                if (options.reduceOp.op_ != c10d::ReduceOp::SUM) {
+                  throw UsageError(context, "sparse tensors are reduced by SUM only");
+                }
+                return [tensor, context](const Group& group, const Site& site) {
+                  const at::NoGradGuard no_grad;
+                  at::Tensor(tensor).copy_(
+                      nn::all_reduce_sparse(tensor, nn::kOfC10d, group, site.timeout, context));
+                };
+              });
+}
+
+}  // namespace lockstep::backend
