@@ -59,8 +59,8 @@ expect("packaging/conan: license", re.findall(r'license = "(.*)"', recipe), ["Ap
 expect("packaging/conan: requirements", sorted(re.findall(r'requires\("(\w+)/', recipe)),
        sorted(NAMES[name][1] for name in searched))
 
-front = re.search(r"build_packages=\(([^)]*)\)", text_of("dev"))[1].split()
-expect("dev: build_packages without", sorted({NAMES[name][2] for name in searched} - set(front)), [])
+front = re.search(r"build_packages=\(([^)]*)\)", text_of("scripts/packages.conf"))[1].split()
+expect("scripts/packages.conf: build_packages without", sorted({NAMES[name][2] for name in searched} - set(front)), [])
 
 # The Python packages, and what pip brings to build the first; the index has no CLI11.
 PYTHON = {"fmt": "cmeel-fmt", "cereal": "cmeel-cereal", "nlohmann_json": "nlohmann-json"}

@@ -4,7 +4,6 @@
 # CMake package of such a PyTorch asks for CUDA's compiler.
 
 gpu_pack=build/gpu-pack
-gpu_packages=(libfmt-dev libcli11-dev nlohmann-json3-dev libcereal-dev zlib1g-dev libgtest-dev libgloo-dev)
 gpu_seconds=600  # for everything
 
 pack_for_gpu() {
@@ -14,14 +13,13 @@ pack_for_gpu() {
   mapfile -t -O ${#packages[@]} packages < <(apt-cache depends libfmt-dev | sed -n 's/.* Depends: \(libfmt[0-9]*\)$/\1/p')
   rm -rf "$gpu_pack" && mkdir -p "$gpu_pack/wheels"
   say "$gpu_pack: ${packages[*]}, ${python_build[*]}, pytest"
-  {
-    (cd "$gpu_pack" && { apt-get -q download "${packages[@]}" ||
-      { apt_get update && apt-get -q download "${packages[@]}"; }; }) &&
-      for deb in "$gpu_pack"/*.deb; do dpkg -x "$deb" "$gpu_pack"; done &&
-      rm -rf "$gpu_pack"/*.deb "$gpu_pack/usr/share/doc" &&
-      find "$gpu_pack" -xtype l -delete &&
-      python3 -m pip download --only-binary=:all: --dest "$gpu_pack/wheels" "${python_build[@]}" pytest
-  } >build/gpu-pack.log 2>&1 || { tail -n 20 build/gpu-pack.log && die "gpu: cannot pack, see build/gpu-pack.log"; }
+  download() { (cd "$gpu_pack" && apt-get -q download "${packages[@]}"); }
+  logged build/apt.log apt_get update
+  logged build/apt.log download
+  for deb in "$gpu_pack"/*.deb; do dpkg -x "$deb" "$gpu_pack"; done
+  rm -rf "$gpu_pack"/*.deb "$gpu_pack/usr/share/doc"
+  find "$gpu_pack" -xtype l -delete
+  logged build/pip.log python3 -m pip download --only-binary=:all: --dest "$gpu_pack/wheels" "${python_build[@]}" pytest
   du -sh "$gpu_pack"
 }
 
@@ -73,8 +71,7 @@ test_on_gpu() {
   build gpu lockstep_cli nn_tests
   start=$SECONDS
   say "building the Python package"
-  install_for_gpu >build/gpu/python.log 2>&1 ||
-    { tail -n 60 build/gpu/python.log && die "gpu: the Python package does not build"; }
+  logged build/gpu/python.log install_for_gpu || die "gpu: the Python package does not build"
   echo "  built in $((SECONDS - start)) s"
 
   say "tests"
@@ -101,8 +98,8 @@ need_cuda() { # VENV
   version=$("$1/bin/python" -W ignore -c 'import torch; print(torch.version.cuda or "")')
   [ -n "$version" ] || return 0
   if [ ! -e "$1/cuda-$version" ]; then
-    "$1/bin/pip" install "nvidia-cuda-nvcc==$version.*" "nvidia-cuda-crt==$version.*" "nvidia-nvvm==$version.*" >build/pip.log 2>&1 ||
-      die "pip cannot install the compiler of CUDA $version, see build/pip.log"
+    logged build/pip.log "$1/bin/pip" install nvidia-{cuda-nvcc,cuda-crt,nvvm}"==$version.*" ||
+      die "pip cannot install the compiler of CUDA $version"
     touch "$1/cuda-$version"
   fi
   cuda=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu${version%%.*}

@@ -10,8 +10,8 @@ tree=$PWD/build/mutations list=$PWD/scripts/mutations.txt log=$PWD/build/mutatio
 
 die() { echo "mutations: $*" >&2 && exit 1; }
 # shellcheck disable=SC1090
-source <(grep -E '^nightly_tests\+?=' dev)  # what the gate leaves out
-[ -n "${nightly_tests:-}" ] || die "dev no longer sets nightly_tests"
+source <(grep -E '^nightly_tests\+?=' scripts/testing.sh)  # what the gate leaves out
+[ -n "${nightly_tests:-}" ] || die "scripts/testing.sh no longer sets nightly_tests"
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros} GTEST_FAIL_FAST=1
 
 faults() { grep -vE '^(#|$)' "$list"; }

@@ -18,7 +18,7 @@ arm64|6|the core for arm64 under qemu: up to 3 ranks as threads and as processes
 campaign|6|500 random faults in real jobs over every engine, 33 in trainings
 losses|9|the time from a loss to going on in Python, over 500 losses: within what docs/howto/elastic.md promises
 python|14|the Python package, with 500 random faults, Accelerate, Lightning and others
-newer|80|Python package for torch and libtorch layer over the newer versions of PyTorch (venv_torch_newer in dev)
+newer|80|Python package for torch and libtorch layer over the newer versions of PyTorch (venv_torch_newer in scripts/packages.conf)
 valgrind|2|ranks that are 2 and 3 processes under memcheck
 fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads

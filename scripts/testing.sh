@@ -1,146 +1,199 @@
-# Runs GoogleTest binaries side by side, a line for each, and counts. Sourced by ./dev.
-#
-# A binary is split into shards, processes of its own: most tests wait for launchers, deadlines and each
-# other, so that more shards than cores are done sooner. BINARY.SHARD.log has all that a shard printed.
+# `./dev test`; sourced by dev. Every run leaves a JUnit file in $results, from which scripts/tests.py makes the
+# report: CTest's of the binaries (cmake/LockstepTests.cmake) and of tests/consumer, pytest's, the tutorial's.
 
-passed=0 failed=0 skipped=0 reasons=
-failures=  # a line for each
-under=()  # what the tests run under
-scratch=  # folder of this run
+# What repeats the same code with more ranks or under launchers that are not lockstep's, and what
+# measures: only with --all, as `./dev nightly` does.
+nightly_tests='*/threads_8:*/processes_8:*/hosts_8:*/gloo_8:*MpiTest.conformance_*:*MpiHostsTest.*'
+nightly_tests+=':*MpiTest.operations_of_the_doctor/openmpi:*MpiTest.*_computes_wrongly/openmpi'
+nightly_tests+=':RustBindingTest.*:*SlurmTest.*:LaunchersTest.*torchrun*:LaunchersTest.scripts_*:Bench*:LargeObjectsTest.*'
 
-fail() {
-  printf '%s\n' "FAILED: $*" && failed=$((failed + 1))
-  failures+=$'\n  '$*
-}
+results=
+note() { scripts/tests.py note "$results" "$@"; }
+n_at_once() { if [ -n "$test_launcher" ]; then echo 1; else echo $(($(nproc) + 1)); fi; }
 
-n_at_once() { echo $((${#under[@]} > 0 ? 1 : $(nproc) + 1)); }
-
-# More shards for what takes longest; never more than run at once.
-n_shards() { # BINARY
-  case $(basename "$1") in
-    core_tests | cli_tests | nn_tests) n_at_once ;;
-    *) echo 1 ;;
-  esac
-}
-
-# Sets `shard_pid`. Not in a subshell: timeout passes a signal on to what it runs. What a shell starts in
-# the background ignores SIGINT, which tests of interrupts must not. Two mpiruns of Open MPI that make
-# their common session folder at once fail: each shard has one of its own.
-start_shard() { # PRESET BINARY FILTER SHARD N_SHARDS
-  local run=(env --default-signal=INT,QUIT timeout --kill-after=30 1500)
-  # ThreadSanitizer of older compilers cannot map its shadow under much address randomisation.
-  if [[ $1 == tsan* ]] && setarch -R true 2>/dev/null; then run=(setarch -R "${run[@]}"); fi
-  if [ "$1" = tsan-nn ]; then run=(env TSAN_OPTIONS="suppressions=$PWD/tests/nn/tsan.supp" "${run[@]}"); fi
-  if [ "$1" = arm64 ]; then run+=(qemu-aarch64 -L /usr/aarch64-linux-gnu); fi
-  local own=$scratch/${2##*/}.$4
-  mkdir -p "$own"
-  GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$4 OMPI_MCA_orte_tmpdir_base=$own \
-    "${run[@]}" "${under[@]}" "$2" --gtest_filter="$3" >"$2.$4.log" 2>&1 </dev/null &
-  shard_pid=$!
-}
-
-# The output of each test of a log that failed, or was running when its process ended.
-failures_of() { # LOG
-  awk '/^\[ RUN  / { own = ""; name = $4 }
-       { own = own $0 "\n" }
-       /^\[  FAILED  \] .* \([0-9]+ ms\)$/ { printf "%s", own }
-       / ms\)$/ { name = "" }
-       END { if (name != "") printf "%s", own }' "$1" | tail -n 300
-}
-
-# One line for a binary whose shards are done; failed tests with their own output.
-report_binary() { # BINARY FILTER SECONDS
-  local name shard log rc ran ok=0 bad=0 skip=0 all=0 problems='' line
-  local logs=("$1".[0-9]*.log)
-  name=$(basename "$1")
-  n_lines() { grep -cE "$1" "$2" || true; }
-  for log in "${logs[@]}"; do
-    local o b s
-    rc=$(cat "$log.rc")
-    ran=$(sed -nE 's/^\[==========\] ([0-9]+) tests? from .* ran\..*/\1/p' "$log" | tail -n 1)
-    o=$(n_lines '\[       OK \] .*\([0-9]+ ms\)$' "$log")
-    b=$(n_lines '\[  FAILED  \] .*\([0-9]+ ms\)$' "$log")
-    s=$(n_lines '\[  SKIPPED \] .*\([0-9]+ ms\)$' "$log")
-    ok=$((ok + o)) bad=$((bad + b)) skip=$((skip + s))
-    if [ -z "$ran" ]; then
-      problems+="$name ended (exit code $rc$([ "$rc" -ne 124 ] || echo ': out of time')) inside $(
-        { grep -E '^\[ RUN ' "$log" || tail -n 1 "$log"; } | tail -n 1 | cut -c14-)"$'\n'
-    else
-      all=$((all + ran))
-      if [ "$ran" -ne $((o + b + s)) ]; then
-        problems+="$name says it ran $ran tests, but reported on $((o + b + s)): $log"$'\n'
-      elif [ "$rc" -ne 0 ] && [ "$b" -eq 0 ]; then
-        problems+="$name ended with exit code $rc after its tests: $log"$'\n'
-      fi
-    fi
-    reasons+=$(awk '/^\[ RUN  / { said = "" ; next }
-                    /^\[  SKIPPED \].* ms\)$/ { print "\n  " $4 ": " said }
-                    !/: Skipped$/ && NF { said = said $0 " " }' "$log")
-  done
-  if [ "$all" -eq 0 ] && [[ $2 == '*' || $2 == '*-'* ]] && [ -z "$problems" ]; then
-    problems+="$name ran no test"$'\n'
+# A project of its own finds the installed library, builds against it, and runs.
+test_consumer() {
+  local dir=$PWD/build/release/consumer
+  mkdir -p "$dir"
+  if ! { cmake --install build/release --prefix "$dir/install" &&
+    cmake -G Ninja -S tests/consumer -B "$dir" --fresh -DCMAKE_PREFIX_PATH="$dir/install" &&
+    cmake --build "$dir"; } >"$dir/build.log" 2>&1; then
+    tail -n 60 "$dir/build.log"
+    note failed "tests/consumer does not build"
+    return
   fi
-  passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + skip))
-  printf '  %-12s %5d passed %3d failed %3d skipped %6d s\n' "$name" "$ok" "$bad" "$skip" "$3"
-  for log in "${logs[@]}"; do
-    [ "$(cat "$log.rc")" -eq 0 ] || failures_of "$log"
-    failures+=$(sed -nE "s/^\[  FAILED  \] (.*) \([0-9]+ ms\)$/\n  $name: \1/p" "$log")
-  done
-  while IFS= read -r line; do [ -z "$line" ] || fail "$line"; done <<<"$problems"
+  scripts/tests.py run "$results" consumer "$dir" 1
 }
 
-# Reads lines "BINARY FILTER" as the binaries are built, runs their shards, and reports on each binary
-# when it is done; then writes the counts.
-run_binaries() { # PRESET COUNTS_FILE
-  local limit preset=$1 line begun= binary shard n now pid rc closed=no
-  local -a waiting=() running=() binaries=()
-  local -A filter=() left=() start=()
-  limit=$(n_at_once)
-  scratch=$(mktemp -d)
-  trap 'for shard in "${running[@]}"; do kill "${shard%% *}"; done 2>/dev/null; rm -rf "$scratch"' EXIT
-  trap 'exit 130' INT TERM
-  while [ $closed = no ] || [ ${#waiting[@]} -gt 0 ] || [ ${#running[@]} -gt 0 ]; do
-    if [ $closed = no ]; then
-      if IFS= read -r -t 0.2 line; then
-        line=$begun$line begun=
-        binary=${line%% *}
-        filter[$binary]=${line#* } n=$(n_shards "$binary")
-        left[$binary]=$n binaries+=("$binary")
-        rm -f "$binary".[0-9]*.log "$binary".[0-9]*.log.rc
-        for ((shard = 0; shard < n; ++shard)); do waiting+=("$binary $shard $n"); done
-        continue
-      elif [ $? -le 128 ]; then
-        closed=yes
-      else
-        begun+=$line  # its time was up in the middle of a line
-      fi
+# Runs the commands of README.md, the tutorial and examples/README.md over the programs of test_consumer, and
+# compares what they print with what is shown.
+test_tutorial() {
+  local dir=$PWD/build/release/consumer rc=0
+  PATH=$dir/install/bin:$PWD/build/venv-python/bin:$PATH timeout --kill-after=30 900 \
+    python3 -B scripts/tutorial.py run --junit "$results/tutorial.xml" "$dir" >build/tutorial.log 2>&1 </dev/null || rc=$?
+  scripts/tests.py show "$results" tutorial $rc build/tutorial.log
+}
+
+# Side by side, because most of a test is waiting. What a shell starts in the background ignores SIGINT, which tests of
+# interrupts must not.
+run_pytest() { # NAME PYTHON LOG SECONDS ARGUMENT...
+  local rc=0
+  env --default-signal=INT,QUIT timeout --kill-after=30 "$4" "$2" -m pytest -q -p no:cacheprovider \
+    --numprocesses "$(n_at_once)" --tb=short --junitxml="$results/$1.xml" "${@:5}" >"$3" 2>&1 </dev/null || rc=$?
+  scripts/tests.py show "$results" "$1" $rc "$3"
+}
+
+test_python() { # [MARKS]: which tests, as pytest's -m
+  local python=$PWD/build/venv-python/bin/python limit=1800 outcome=skipped
+  if ! need_python; then
+    [ -z "${CI:-}" ] || outcome=failed
+    note $outcome "python: pip cannot install its packages, see build/venv-python.log"
+    return
+  fi
+  if ! install_python; then
+    note failed "the Python package does not build"
+    return
+  fi
+  if [ -z "${1-not nightly}" ]; then
+    limit=7200
+    "$python" -m pip install "${python_frameworks[@]}" >>build/venv-python.log 2>&1 ||
+      echo "  without ${python_frameworks[*]}: see build/venv-python.log"
+  fi
+  run_pytest python "$python" build/python.log $limit -m "${1-not nightly}"
+}
+
+# The packages under AddressSanitizer, which is loaded before Python is, and before it the C++ library, whose exceptions it
+# intercepts. In an environment of its own that has the rest from build/venv-python. What Python and torch allocate for as
+# long as the process lives would be leaks.
+test_python_under_asan() { # [MARKS]
+  local folder=build/asan-nn python=$PWD/build/asan-nn/venv/bin/python
+  configure asan-nn
+  venv_over build/venv-python/bin/python $folder/venv
+  if ! install_python $folder/venv $folder asan-nn; then
+    note failed "the Python package does not build with AddressSanitizer"
+    return
+  fi
+  LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+    run_pytest python "$python" $folder/python.log 3600 -m "${1-not nightly}"
+}
+
+# The tests of lockstep-torch, of the libtorch layer in C++, or both, over another PyTorch, in build/torch-VERSION.
+test_over() { # torch==VERSION FILTER SUITE...
+  local folder=build/${1/==/-} name=${1/==/-}
+  need_python_headers
+  if ! need_venv "$folder/venv" "$1" "${python_build[@]}" "${python_tests[@]}"; then
+    note failed "pip cannot install $1"
+    return
+  fi
+  if [[ " ${*:3} " == *' python '* ]]; then
+    if install_python "$folder/venv" "$folder"; then
+      run_pytest "$name" "$PWD/$folder/venv/bin/python" "$folder/python.log" 3600 -m 'not nightly' \
+        tests/python/test_{nn,torch}*.py tests/python/test_{alone,elastic}.py
     else
-      sleep 0.2
+      note failed "the Python package does not build over $1"
     fi
-    while [ ${#waiting[@]} -gt 0 ] && [ ${#running[@]} -lt "$limit" ]; do
-      read -r binary shard n <<<"${waiting[0]}"
-      waiting=("${waiting[@]:1}")
-      : "${start[$binary]:=$SECONDS}"
-      start_shard "$preset" "$binary" "${filter[$binary]}" "$shard" "$n"
-      running+=("$shard_pid $binary $shard")
-    done
-    local -a still=()
-    for now in "${running[@]}"; do
-      read -r pid binary shard <<<"$now"
-      if kill -0 "$pid" 2>/dev/null; then
-        still+=("$now")
-        continue
-      fi
-      rc=0
-      wait "$pid" || rc=$?
-      echo $rc >"$binary.$shard.log.rc"
-      left[$binary]=$((left[$binary] - 1))
-      if [ "${left[$binary]}" -eq 0 ]; then
-        report_binary "$binary" "${filter[$binary]}" $((SECONDS - start[$binary]))
-      fi
-    done
-    running=("${still[@]}")
+  fi
+  [[ " ${*:3} " == *' nn '* ]] || return 0
+  rm -rf build/torch-venv  # CMake finds PyTorch for it once only
+  (need_cuda "$folder/venv" && LOCKSTEP_TORCH_DIR=$(torch_prefix "$folder/venv") ./dev test nn --torch venv --filter "$2" 2>&1) |
+    tee "$folder/nn.log" || true
+  cp build/torch-venv/results/nn_tests.xml "$results/$name-nn.xml" || note failed "the libtorch layer does not build over $1: $folder/nn.log"
+  rm -rf build/torch-venv
+}
+
+# Runs the binaries of a line NAME... as soon as these are built: the core's tests run while libtorch's still compile.
+run_binaries() { # PRESET FILTER
+  local names
+  while read -ra names; do
+    GTEST_FILTER=$2 scripts/tests.py run "$results" "${names[0]}" "build/$1" "$(n_at_once)" "${names[@]}"
   done
-  printf '%d %d %d\n%s' "$passed" "$failed" "$skipped" "$reasons" >"$2"
-  printf '%s' "$failures" >"$2.failures"
+}
+
+command_test() {
+  local preset=release filter="*-$nightly_tests" is_whole=yes suites=() name title=''
+  local first=() second=() torch_over=() has_python=no run_python=test_python
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --filter) filter=${2:?--filter wants a pattern} is_whole=no && shift 2 ;;
+      --all) filter='*' && shift ;;
+      --preset) preset=${2:?--preset wants a name} && shift 2 ;;
+      --torch)
+        case ${2:-} in
+          venv) preset=torch-venv ;;
+          newer) torch_over=("${venv_torch_newer[@]}") ;;
+          [1-9]*) torch_over=("torch==$2") ;;
+          *) die "test: --torch takes venv, newer or a version of PyTorch" ;;
+        esac
+        shift 2
+        ;;
+      # Forked ranks stay under it, and end with 99 where it has said anything.
+      --valgrind) test_launcher='valgrind;-q;--error-exitcode=99;--fair-sched=yes' && shift ;;
+      -*) die "test: unknown flag $1 (see ./dev help)" ;;
+      python) has_python=yes && shift ;;
+      *) suites+=("$1") && shift ;;
+    esac
+  done
+  need python3
+  results=$PWD/build/$preset/results
+  rm -rf "$results" && mkdir -p "$results"
+  if [ ${#torch_over[@]} -gt 0 ]; then
+    [ $has_python = no ] || suites+=(python)
+    case "$preset ${suites[*]}" in
+      'release python' | 'release nn' | 'release nn python') ;;
+      *) die "test: --torch with another PyTorch is for python and nn, in their own preset" ;;
+    esac
+    for name in "${torch_over[@]}"; do test_over "$name" "$filter" "${suites[@]}"; done
+    scripts/tests.py close "$results" ''
+    return
+  fi
+  # Only the whole's closing line stands alone.
+  [ "$preset" = release ] || title="$preset: "
+  [ -z "$test_launcher" ] || title="valgrind: "
+  [ "$preset" != asan-nn ] || run_python=test_python_under_asan
+  if [ $has_python = yes ] && [ ${#suites[@]} -eq 0 ]; then
+    if [ "$filter" = '*' ]; then $run_python ''; else $run_python; fi
+    scripts/tests.py close "$results" "$title"
+    return
+  fi
+  [ "$preset" != torch-venv ] || [ ${#suites[@]} -gt 0 ] || suites=(nn train)
+  [ "$preset" != arm64 ] || suites=(core)
+  if [ -n "$test_launcher" ]; then
+    need "${valgrind_packages[@]}"
+    [ ${#suites[@]} -gt 0 ] || suites=(core)
+    [ $is_whole = no ] || filter='*/processes_2*:*/processes_3*'
+  fi
+  [ ${#suites[@]} -eq 0 ] || is_whole=no
+  need_launchers
+  [ "$filter" != '*' ] || need_rust
+  need "${build_packages[@]}"
+  configure "$preset"
+
+  [ ${#suites[@]} -gt 0 ] || mapfile -t suites < <(
+    ninja -C "build/$preset" -t targets all | sed -nE 's/^([a-z]+)_tests: phony$/\1/p' | sort)
+  [ ${#suites[@]} -gt 0 ] || die "test: build/$preset has no tests"
+  for name in "${suites[@]}"; do
+    case $name in core | cli | c) first+=("${name}_tests") ;; *) second+=("${name}_tests") ;; esac
+  done
+  local built=$results/built feed runner
+  mkfifo "$built"
+  set -m  # a process group of its own, so that nothing is left where something fails
+  run_binaries "$preset" "$filter" <"$built" &
+  set +m
+  runner=$!
+  # shellcheck disable=SC2064
+  trap "kill -- -$runner 2>/dev/null || true" EXIT
+  exec {feed}>"$built"
+  [ ${#first[@]} -eq 0 ] || { build "$preset" "${first[@]}" && echo "${first[@]}" >&"$feed"; }
+  [ ${#second[@]} -eq 0 ] || { build "$preset" "${second[@]}" && echo "${second[@]}" >&"$feed"; }
+  exec {feed}>&-
+  if [ "$preset" = release ] && [ $is_whole = yes ]; then
+    build release examples/all
+    test_consumer
+    has_python=yes
+  fi
+  if [ $has_python = yes ]; then $run_python; fi
+  if [ "$preset" = release ] && [ $is_whole = yes ]; then test_tutorial; fi
+  wait "$runner" || note failed "the test runner died"
+  trap - EXIT
+  scripts/tests.py close "$results" "$title"
 }

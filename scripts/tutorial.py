@@ -3,7 +3,7 @@
 
     scripts/tutorial.py check        code in them is that of the files they name
     scripts/tutorial.py update       copies it from there
-    scripts/tutorial.py run BUILD [PAGE ...]
+    scripts/tutorial.py run [--junit FILE] BUILD [PAGE ...]
                                      their commands print what they show; BUILD has tests/consumer
 
 A comment right before a block of code says what it is:
@@ -29,6 +29,8 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+
+import tests
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs/tutorial").glob("*.md")), ROOT / "examples/README.md"]
@@ -187,10 +189,10 @@ def run_block(block, folder):
     return ""
 
 
-def run(build, pages):
+def run(build, pages, junit):
     os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
                       OMPI_MCA_rmaps_base_oversubscribe="1", OMPI_MCA_hwloc_base_binding_policy="none")
-    counts = collections.Counter()
+    blocks = []
     for page in pages:
         programs = build / ("features" if page.parent.name == "examples" else "tutorial")
         for block in blocks_of(page):
@@ -200,15 +202,17 @@ def run(build, pages):
             needs = block.comments.get("needs")
             folder = ROOT / block.comments["in"] if "in" in block.comments else programs
             if needs and run_once(needs, folder)[1] != 0:
-                counts["skipped"] += 1
+                blocks.append(tests.Test(at, "skipped", needs))
                 print(f"SKIPPED {at}: {needs}")
                 continue
             began = time.monotonic()
             wrong = run_block(block, folder)
-            counts["failed" if wrong else "passed"] += 1
+            blocks.append(tests.Test(at, "failed" if wrong else "passed", wrong, time.monotonic() - began))
             print(f"{'FAILED' if wrong else 'passed'} {at} ({time.monotonic() - began:.1f} s)\n{wrong}".rstrip(), flush=True)
-    print(f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
-    return counts["passed"] > 0 and counts["failed"] == 0
+    if junit:
+        tests.write_junit(junit, blocks)
+    outcomes = {block.outcome for block in blocks}
+    return "passed" in outcomes and "failed" not in outcomes
 
 
 def main():
@@ -217,6 +221,7 @@ def main():
     commands.add_parser("check")
     commands.add_parser("update")
     run_parser = commands.add_parser("run")
+    run_parser.add_argument("--junit", type=Path)
     run_parser.add_argument("build", type=Path)
     run_parser.add_argument("page", type=Path, nargs="*")
     arguments = parser.parse_args()
@@ -226,7 +231,7 @@ def main():
         case "update":
             is_right = update()
         case "run":
-            is_right = run(arguments.build.resolve(), [page.resolve() for page in arguments.page] or PAGES)
+            is_right = run(arguments.build.resolve(), [page.resolve() for page in arguments.page] or PAGES, arguments.junit)
     sys.exit(0 if is_right else 1)
 
 
