@@ -38,6 +38,7 @@ CHECKPOINT_EVERY = 10
 def train(mode, progress, checkpoint):
     import torch
     import torch.distributed as dist
+    from python_ranks import convnet
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import TensorDataset
 
@@ -45,11 +46,7 @@ def train(mode, progress, checkpoint):
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    layers, channels = [], 1
-    for width in 16, 32, 64:
-        layers += [torch.nn.Conv2d(channels, width, 3, 2, 1), torch.nn.BatchNorm2d(width), torch.nn.ReLU()]
-        channels = width
-    model = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(channels, 10))
+    model, _ = convnet()
     optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
     data = TensorDataset(torch.randn(16 * BATCH["ranks"], 1, 28, 28), torch.randint(10, (16 * BATCH["ranks"],)))
 

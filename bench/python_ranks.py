@@ -29,6 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 
+sys.path.append(os.path.join(os.path.dirname(os.path.realpath(__file__)), "..", "scripts"))
+from performance_goals import bytes_text
+
 N_RANKS = 2
 N_TURNS = 5
 
@@ -147,13 +150,6 @@ def measure(calls, seconds):
             dist.barrier()
             turns[backend].append(slower(microseconds(call, n_calls[backend])))
     return {backend: statistics.median(values) for backend, values in turns.items()}
-
-
-def bytes_text(n):
-    for shift, unit in ((20, "MiB"), (10, "KiB")):
-        if n >= 1 << shift:
-            return f"{n >> shift} {unit}"
-    return f"{n} B"
 
 
 def add_rows(rows, name, size, medians, base=0):

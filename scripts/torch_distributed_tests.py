@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
 import unittest
 
 NOT_RUN = (
@@ -57,36 +56,6 @@ def load(backend):
     return Tests
 
 
-class Result(unittest.TestResult):
-    def __init__(self):
-        super().__init__()
-        self.n_passed = 0
-
-    def startTest(self, test):
-        super().startTest(test)
-        self.started = time.monotonic()
-
-    def say(self, test, outcome, text=""):
-        name = test.id().split(".")[-1]
-        print(f"{outcome:8} {name} {time.monotonic() - self.started:.1f} s {text}".rstrip(), flush=True)
-
-    def addSuccess(self, test):
-        self.n_passed += 1
-        self.say(test, "passed")
-
-    def addSkip(self, test, reason):
-        super().addSkip(test, reason)
-        self.say(test, "skipped", reason)
-
-    def addFailure(self, test, error):
-        super().addFailure(test, error)
-        self.say(test, "failed", self.failures[-1][1])
-
-    def addError(self, test, error):
-        super().addError(test, error)
-        self.say(test, "failed", self.errors[-1][1])
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="lockstep")
@@ -103,15 +72,12 @@ def main():
             for name in unittest.TestLoader().getTestCaseNames(case)
             if any(part in name for part in options.only.split(","))
         ]
-        result = Result()
-        started = time.monotonic()
-        unittest.TestSuite(case(name) for name in names).run(result)
+        suite = unittest.TestSuite(case(name) for name in names)
+        result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2).run(suite)
+    n_failed, n_skipped = len(result.failures) + len(result.errors), len(result.skipped)
+    n_passed = result.testsRun - n_failed - n_skipped
     print(NOT_RUN)
-    n_failed = len(result.failures) + len(result.errors)
-    print(
-        f"{options.backend}, {options.ranks} ranks: {result.n_passed} passed, {n_failed} failed, "
-        f"{len(result.skipped)} skipped, {time.monotonic() - started:.0f} s"
-    )
+    print(f"{options.backend}, {options.ranks} ranks: {n_passed} passed, {n_failed} failed, {n_skipped} skipped")
     return n_failed > 0
 
 

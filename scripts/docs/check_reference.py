@@ -16,19 +16,7 @@ import links
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERNAL = re.compile(r"(^|::)(detail|internal|torch|std|__anon\w*)(::|$)")
-KINDS = {
-    "class",
-    "struct",
-    "enum",
-    "enumerator",
-    "prototype",
-    "function",
-    "typedef",
-    "alias",
-    "variable",
-    "member",
-    "macro",
-}
+KINDS = set("class struct enum enumerator prototype function typedef alias variable member macro".split())
 
 
 def names_of_headers() -> dict[str, str]:
@@ -38,27 +26,8 @@ def names_of_headers() -> dict[str, str]:
         for path in sorted((ROOT / "include/lockstep").rglob("*.h*"))
         if "detail" not in path.parts
     ]
-    command = [
-        "ctags",
-        "--output-format=json",
-        "--fields=+aneKsZ",
-        "--extras=",
-        "--kinds-C++=+p",
-        "--kinds-C=+p",
-        "-f",
-        "-",
-    ]
-    command += [
-        "--langmap=C:.h",
-        "--langmap=C++:.hpp",
-        "-I",
-        "LOCKSTEP_API",
-        "-D",
-        "TORCH_ARG(T,name)=T name",
-        "-D",
-        "TORCH_MODULE(name)=",
-        *headers,
-    ]
+    command = "ctags --output-format=json --fields=+aneKsZ --extras= --kinds-C++=+p --kinds-C=+p -f - --langmap=C:.h".split()
+    command += ["--langmap=C++:.hpp", "-I", "LOCKSTEP_API", "-D", "TORCH_ARG(T,name)=T name", "-D", "TORCH_MODULE(name)=", *headers]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     tags = [json.loads(line) for line in output.splitlines()]
     functions = tuple(
