@@ -22,6 +22,6 @@ function(lockstep_add_shards target n_shards) # [VARIABLE=VALUE...]
   foreach(shard RANGE ${last})
     add_test(NAME ${target}.${shard} COMMAND ${shard_launcher} ${LOCKSTEP_TEST_LAUNCHER} $<TARGET_FILE:${target}>)
     set_tests_properties(${target}.${shard} PROPERTIES ENVIRONMENT
-      "GTEST_TOTAL_SHARDS=${n_shards};GTEST_SHARD_INDEX=${shard};OMPI_MCA_orte_tmpdir_base=/tmp/lockstep-${shard_sessions}/${target}.${shard};${ARGN}")
+      "GTEST_TOTAL_SHARDS=${n_shards};GTEST_SHARD_INDEX=${shard};OMPI_MCA_orte_tmpdir_base=/tmp/mpi-${shard_sessions}/${target}.${shard};${ARGN}")
   endforeach()
 endfunction()

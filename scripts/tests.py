@@ -145,7 +145,7 @@ def close(results, title):
             reason = f": {test.text}" if outcome == "skipped" and test.text else ""
             print(f"  {where}{test.name}{reason}")
         if outcome == "skipped" and n_fewer:
-            print(f"  {n_fewer} tests that need more ranks than their instance has")
+            print(f"  of tests that need more ranks than their instance has: {n_fewer}")
     print(f"\n{title}{n['passed']} passed, {n['failed']} failed, {n['skipped']} skipped")
     return n["failed"] > 0
 

@@ -421,8 +421,7 @@ void expect_all_notice_the_death_of(int victim, int n, const std::function<void(
   }
 }
 
-TEST_P(Failures, the_first_of_two_ranks_that_left_is_named) {
-  if (GetParam().n_ranks < 3) GTEST_SKIP() << "needs three ranks";
+TEST_P(FailuresOfThree, the_first_of_two_ranks_that_left_is_named) {
   const SharedCount n_left;
   run([&] {
     const int rank = get_rank();
