@@ -44,7 +44,7 @@ stage "links and anchors"
 python3 -B scripts/docs/links.py || bad+=", $now"
 
 stage "spelling"
-git ls-files -z --cached --others --exclude-standard '*.md' '*.hpp' '*.h' '*.cpp' '*.py' '*.pyi' '*.sh' dev |
+git ls-files -z --cached --others --exclude-standard '*.md' '*.hpp' '*.h' '*.cpp' '*.py' '*.pyi' '*.sh' dev scripts/help.txt scripts/packages.conf |
   xargs -0 codespell --ignore-words=scripts/docs/words.txt || bad+=", $now"
 
 stage "ruff"
