@@ -380,7 +380,13 @@ TEST_P(Conformance, lists_of_parts_as_one_block) {
       const ConstElements in{mine.data(), count, kType}, block{whole.data(), count * n, kType};
       const Elements out{mine.data(), count, kType}, result{all.data(), count * n, kType};
       const auto call = [&](Op op, int root, const void* from, void* to) {
-        return Call{.op = op, .dtype = kType, .root = root, .count = count, .in = from, .out = to, .where = {}};
+        return Call{.op = op,
+                    .dtype = kType,
+                    .root = root,
+                    .count = count,
+                    .in = from,
+                    .out = to,
+                    .where = {}};
       };
 
       if (has_lists) {
