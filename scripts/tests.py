@@ -21,7 +21,7 @@ from typing import NamedTuple
 LIMIT_S = os.environ.get("LOCKSTEP_TEST_LIMIT", "1500")  # of a shard
 FEWER_RANKS = re.compile(r"of \d+ ranks or more")  # SKIP_UNLESS_RANKS
 WHOLE = str(1 << 30)  # bytes of a shard's output
-MOST_LINES = 300  # of the output of a failed test
+MOST_LINES, MOST_CHARACTERS = 300, 30_000  # of the output of a failed test
 
 
 class Test(NamedTuple):
@@ -29,6 +29,10 @@ class Test(NamedTuple):
     outcome: str  # passed, failed, skipped
     text: str = ""  # the reason of a skip, the output of a failure
     seconds: float = 0
+
+
+def end_of(lines):
+    return "\n".join(lines[-MOST_LINES:])[-MOST_CHARACTERS:]
 
 
 def tests_of_shard(how, output):
@@ -41,9 +45,10 @@ def tests_of_shard(how, output):
             running, own = line[13:], []
         elif running and ended:
             outcome = {"OK": "passed"}.get(ended[1], ended[1].lower())
+            said = end_of(own)
             if outcome == "skipped":
-                own = [part for part in own if part.strip() and not part.endswith(": Skipped")]
-            tests.append(Test(ended[2], outcome, (" " if outcome == "skipped" else "\n").join(own[-MOST_LINES:]), int(ended[3]) / 1e3))
+                said = " ".join(part for part in own if part.strip() and not part.endswith(": Skipped"))
+            tests.append(Test(ended[2], outcome, said, int(ended[3]) / 1e3))
             running, own = "", []
         elif line.startswith("[==========] ") and line.endswith("ms total)"):
             closing, own = line, []
@@ -56,7 +61,7 @@ def tests_of_shard(how, output):
         wrong = f"says that it ran {closing.split()[1]} tests, but reported on {len(tests)}"
     elif how and all(test.outcome != "failed" for test in tests):
         wrong = f"ended ({how}) after its tests"
-    return [*tests, Test(wrong, "failed", "\n".join(own[-MOST_LINES:]))] if wrong else tests
+    return [*tests, Test(wrong, "failed", end_of(own))] if wrong else tests
 
 
 def run(results, name, build, n, *binaries):
@@ -77,7 +82,7 @@ def run(results, name, build, n, *binaries):
         if binaries:
             found[test.rpartition(".")[0]] += tests_of_shard(how, output)
         else:
-            found[name].append(Test(test, "failed" if how else "passed", f"{output}\n{how}", float(case.get("time"))))
+            found[name].append(Test(test, "failed" if how else "passed", end_of([*output.splitlines(), how]), float(case.get("time"))))
     chooses = not re.match(r"\*?(-|$)", os.environ.get("GTEST_FILTER", ""))
     for binary, tests in found.items():
         write_junit(Path(results) / f"{binary}.xml", tests if tests or chooses else [Test("ran no test", "failed")])
