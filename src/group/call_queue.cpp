@@ -4,9 +4,13 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
+#include <condition_variable>
 #include <exception>
+#include <mutex>
 #include <utility>
 
+#include "base/fork_guard.hpp"
 #include "base/text.hpp"
 #include "base/wait_until_true.hpp"
 
@@ -16,6 +20,30 @@ namespace {
 /// How much longer than its own limit a call waits for posted ones before it: they check every few
 /// milliseconds, and between hosts they have a second more.
 constexpr std::chrono::milliseconds kReportTime{2000};
+
+/// How many threads are in callbacks, of any queue.
+struct InCallbacks {
+  base::ForkGuard process;
+  std::mutex mutex;
+  std::condition_variable changed;
+  int n = 0;
+};
+
+/// Of this process: a fork has none of these threads.
+InCallbacks& in_callbacks() {
+  static std::atomic<InCallbacks*> known{nullptr};
+  InCallbacks* found = known.load(std::memory_order_acquire);
+  if (found != nullptr && !found->process.is_forked_child()) return *found;
+  auto* const mine = new InCallbacks;
+  return known.compare_exchange_strong(found, mine) ? *mine : *found;
+}
+
+void count_in_callbacks(int difference) {
+  InCallbacks& all = in_callbacks();
+  const std::lock_guard lock(all.mutex);
+  all.n += difference;
+  all.changed.notify_all();
+}
 
 }  // namespace
 
@@ -110,6 +138,12 @@ void CallQueue::wait_for_callbacks() {
   });
 }
 
+void CallQueue::wait_for_all_callbacks() {
+  InCallbacks& all = in_callbacks();
+  std::unique_lock lock(all.mutex);
+  base::wait_until_true(all.changed, lock, [&all] { return all.n == 0; });
+}
+
 void CallQueue::loop() {
   std::list<Posted> ended;  // with callbacks
   std::unique_lock lock(mutex_);
@@ -148,12 +182,13 @@ void CallQueue::loop() {
     if (ended.empty() || (n_free_ == 1 && !calls_.empty() && !try_start_thread())) continue;
     --n_free_;
     lock.unlock();
+    count_in_callbacks(+1);
     for (Posted& posted : ended) posted.callbacks();
     ended.clear();
-    if (is_left_to_thread_) {
-      delete this;
-      return;
-    }
+    const bool is_left = is_left_to_thread_;
+    if (is_left) delete this;
+    count_in_callbacks(-1);
+    if (is_left) return;
     lock.lock();
     ++n_free_;
     changed_.notify_all();

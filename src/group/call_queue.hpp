@@ -65,6 +65,9 @@ class CallQueue {
   bool wait_for_one(std::chrono::nanoseconds at_most);
   /// Also waits until no callbacks are running.
   void wait_for_callbacks();
+  /// Waits until no thread of this process is in callbacks of a queue, also of one that is gone, as
+  /// Delete says. Not from callbacks.
+  static void wait_for_all_callbacks();
   bool is_idle() const noexcept { return n_pending_.load(std::memory_order_acquire) == 0; }
 
   /// f(limit): with what the wait for posted calls has left of it. If they have not ended in time,

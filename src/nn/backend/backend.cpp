@@ -57,6 +57,7 @@ void LivingBackends::leave(const std::string& failure) {
   // After its finalization Python ends threads that take the GIL, in the middle of a destructor.
   for (const auto& backend : living) backend->end_callbacks(failure);
   living.clear();
+  internal::CallQueue::wait_for_all_callbacks();
 }
 
 void LivingBackends::remove_released() noexcept {
@@ -199,7 +200,10 @@ Backend::WorkResult Backend::call_on_queue(const Asked& asked,
                                            c10::intrusive_ptr<CollectiveWork> work,
                                            const Prepare& prepare) {
   const char* const operation = operation_of(asked.title);
-  const Site site{.timeout = timeout_of(asked.timeout), .where = interpreter().where()};
+  // Posting takes no time; but while Python ends, a daemon of it stops here.
+  const InterruptibleCall here =
+      before_call(operation, {}, [&] { return InterruptibleCall(group()); });
+  const Site site{.timeout = timeout_of(asked.timeout), .where = here.where()};
   Run run = before_call(operation, site.where,
                         [&] { return prepare(context_of_call(operation, site.where)); });
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
