@@ -77,9 +77,6 @@ class Host final : public lockstep::shared::HostEngine {
   std::shared_ptr<lockstep::internal::Recorder> recorder() const noexcept override {
     return nullptr;
   }
-  void extend_deadline(std::chrono::nanoseconds) noexcept override {}
-  void begin_between_hosts(const lockstep::Call&) override {}
-  void end_between_hosts() noexcept override {}
   std::shared_ptr<lockstep::shared::TaggedMessages> make_messages(const lockstep::Call&) override {
     return nullptr;
   }

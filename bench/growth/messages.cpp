@@ -50,7 +50,8 @@ constexpr Counted kCounted[] = {
 /// Of SyncBatchNorm with 64 channels: every rank's count, means and deviations; as moments.
 constexpr std::size_t kChannels = 64;
 constexpr Counted kStatistics = {Op::all_gather, (1 + 2 * kChannels) * sizeof(double)};
-constexpr Counted kMoments = {Op::all_reduce, kChannels* size_of(detail::kMoments)};
+constexpr Counted kMoments = {Op::all_reduce,
+                              kChannels* lockstep::size_of(lockstep::detail::kMoments)};
 constexpr Counted kCountedByHost[] = {
     {Op::barrier, 0},          {Op::all_reduce, 4},       {Op::all_reduce, 64 << 10},
     {Op::broadcast, 64 << 10}, {Op::all_gather, 4},       {Op::all_gather, 1 << 10},
@@ -70,7 +71,7 @@ void run(Engine& engine, const Counted& counted) {
   std::vector<float> out(op == Op::scatter || op == Op::reduce_scatter ? n : n_all);
   lockstep::Call call;
   call.op = op;
-  call.dtype = is_of_moments ? detail::kMoments : DType::f32;
+  call.dtype = is_of_moments ? lockstep::detail::kMoments : DType::f32;
   call.count = counted.n_bytes / size_of(call.dtype);
   call.root = 0;
   call.out = out.data();
@@ -98,8 +99,7 @@ Traffic count_by_host(const Counted& counted, int n_hosts, bool has_levels) {
     ranks.emplace_back([&, rank] {
       lockstep::Call barrier;
       barrier.timeout = std::chrono::minutes(60);
-      auto engine =
-          lockstep::message::make("network", network.transport(rank), lockstep::message::Costs{});
+      auto engine = lockstep::message::make("network", network.transport(rank));
       if (has_levels) engine = lockstep::hierarchical::make(std::move(engine), hosts, barrier);
       all.arrive_and_wait();
       if (rank == 0) network.reset_traffic();

@@ -171,7 +171,7 @@ class Thread {
     for (const Action& action : step.actions) {
       const auto count = static_cast<std::size_t>(action.value);
       if (action.kind == "compute") s4u::this_actor::sleep_for(action.value * slow);
-      if (action.kind == "moments") all_reduce(detail::kMoments, count);
+      if (action.kind == "moments") all_reduce(lockstep::detail::kMoments, count);
       if (action.kind == "sums") all_reduce(DType::f64, count);
       if (action.kind == "bucket") are_complete[at()]->release();
     }

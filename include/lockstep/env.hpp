@@ -46,9 +46,8 @@ struct Env {
   /// (docs/performance.md). The process that creates a group's segment decides for the group.
   std::optional<std::string> tune;
 
-  /// LOCKSTEP_NETWORK: LATENCYus,BANDWIDTHGbit, the same on all ranks: of the network between
-  /// hosts, by which the engines between them choose algorithms. Default: 1.25us,25Gbit
-  /// (docs/growth.md).
+  /// LOCKSTEP_NETWORK: accepted and ignored. It described the network between hosts, by which the
+  /// engines between them chose algorithms; now one constant size does (docs/design/014).
   std::optional<std::string> network;
 
   /// The variables as they are now. Throws UsageError.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/text.hpp"
+#include "group/step.hpp"
 
 namespace lockstep {
 namespace {
@@ -38,10 +39,8 @@ SystemError::SystemError(ErrorContext context, int error_number, const std::stri
       error_number_(error_number) {}
 
 ErrorContext context_of(const Call& call, int rank) {
-  const Call* outermost = &call;
-  while (outermost->parent_call != nullptr) outermost = outermost->parent_call;
-  return {.operation = std::string(outermost->operation.empty() ? name_of(outermost->op)
-                                                                : outermost->operation),
+  const Call& whole = internal::outermost(call);
+  return {.operation = std::string(whole.operation.empty() ? name_of(whole.op) : whole.operation),
           .group = std::string(call.group),
           .rank = call.number_of(rank),
           .sequence = call.sequence,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <lockstep/engine.hpp>
 #include <lockstep/group.hpp>
 
@@ -18,6 +19,15 @@ class NativeEngine : public Engine {
   /// while the peers' answer is in transit, and a short call needs a single clock read; otherwise
   /// it is recorded, and timed, before and after run().
   virtual bool reports_progress() const noexcept { return false; }
+
+  /// For `at_most` from now, the other ranks do not count this rank as late, unless its process is
+  /// stopped: it works elsewhere on behalf of them all. Over messages there is nothing to do: a
+  /// rank whose time ends asks for whom the others wait.
+  virtual void extend_deadline(std::chrono::nanoseconds /*at_most*/) noexcept {}
+  /// Enclose a call over another engine: what the other ranks report about this one if they time
+  /// out waiting for it. begin throws if this engine has already failed.
+  virtual void begin_between_hosts(const Call& /*call*/) {}
+  virtual void end_between_hosts() noexcept {}
 };
 
 /// False of an engine that is not lockstep's own.

@@ -4,6 +4,13 @@
 
 namespace lockstep::internal {
 
+/// The call of the group of which `call` is a step, or a step of a step; or itself.
+inline const Call& outermost(const Call& call) {
+  const Call* whole = &call;
+  while (whole->parent_call != nullptr) whole = whole->parent_call;
+  return *whole;
+}
+
 /// A step of `call`: the same except for these. Ranks compare both, and report the call itself.
 inline Call step_of(const Call& call, Op op, int root) {
   Call step = call;

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <lockstep/env.hpp>
 
-#include "engines/message/costs.hpp"
 #include "engines/shared/segment/tuning.hpp"
 #include "group/check.hpp"
 #include "kernels/isa.hpp"
@@ -61,7 +60,6 @@ Env Env::read() {
   env.tune = variable("LOCKSTEP_TUNE");
   shared::parse_tuning(env.tune);  // rejects invalid values
   env.network = variable("LOCKSTEP_NETWORK");
-  message::parse_costs(env.network);
   env.record_dir = folder("LOCKSTEP_RECORD_DIR");
   env.trace_dir = folder("LOCKSTEP_TRACE");
   const auto simd = parse_simd(env.simd);

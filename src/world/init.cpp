@@ -32,8 +32,7 @@ std::unique_ptr<Session> join_world(World world, std::string_view backend,
       engines::JoinedEngine joined = engines::join(backend, world, barrier);
       const int host = leave_on_exception(*joined.engine, [&] {
         const int lowest = engines::find_host(*joined.engine, world, barrier);
-        compare_settings(*joined.engine, barrier, message::parse_costs(world.env.network),
-                         /*was_member=*/world.last_generation >= 0);
+        compare_settings(*joined.engine, barrier, /*was_member=*/world.last_generation >= 0);
         return lowest;
       });
       world.regrouped.rank = world.rank;

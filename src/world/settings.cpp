@@ -21,7 +21,6 @@ constexpr std::uint64_t kFlushResults = 1, kFlushOperands = 2, kRounding = 3 << 
 
 struct Settings {
   std::uint64_t mode;
-  message::Costs costs;
   bool was_member;
 };
 
@@ -58,12 +57,6 @@ namespace {
 
 /// How rank r differs from the rank `of`; empty: not at all.
 std::string difference(const std::vector<Settings>& all, std::size_t of, std::size_t r) {
-  if (all[r].costs != all[of].costs) {
-    return fmt::format(
-        "LOCKSTEP_NETWORK is {} on rank {}, {} on rank {}; the ranks would choose different "
-        "algorithms. Set it alike everywhere",
-        message::describe(all[of].costs), of, message::describe(all[r].costs), r);
-  }
   if (all[r].mode == all[of].mode) return {};
   return fmt::format(
       "the ranks' floating-point environments differ: rank {} {}, rank {} {}; results would differ "
@@ -75,10 +68,9 @@ std::string difference(const std::vector<Settings>& all, std::size_t of, std::si
 
 }  // namespace
 
-void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs,
-                      bool was_member) {
+void compare_settings(Engine& engine, const Call& barrier, bool was_member) {
   if (engine.size() == 1) return;
-  const Settings mine{.mode = floating_point_mode(), .costs = costs, .was_member = was_member};
+  const Settings mine{.mode = floating_point_mode(), .was_member = was_member};
   // A later error shows init_dist's barrier as the rank's last call.
   const std::vector<Settings> all = hierarchical::gather_values(engine, barrier_of(barrier), mine);
   const auto first = std::ranges::find(all, true, &Settings::was_member);

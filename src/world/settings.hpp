@@ -4,8 +4,6 @@
 #include <lockstep/engine.hpp>
 #include <string>
 
-#include "engines/message/costs.hpp"
-
 namespace lockstep::internal {
 
 /// This thread's floating-point mode as far as it changes results: the rounding direction and the
@@ -13,12 +11,10 @@ namespace lockstep::internal {
 std::uint64_t floating_point_mode() noexcept;
 std::string describe_mode(std::uint64_t mode);
 
-/// Compares floating_point_mode() and `costs` between the ranks, in one small all_gather, whose
-/// algorithm does not depend on the costs, and throws MismatchError naming the ranks if they
-/// differ. In an elastic world, ranks that were in an earlier generation (was_member) go on without
+/// Compares floating_point_mode() between the ranks, in one small all_gather, and throws
+/// MismatchError naming the ranks if they differ. In an elastic world, ranks that were in an earlier generation (was_member) go on without
 /// those that join it and differ: there the error is MismatchError on the latter, and PeerFailed on
 /// all others. Collective.
-void compare_settings(Engine& engine, const Call& barrier, const message::Costs& costs,
-                      bool was_member = false);
+void compare_settings(Engine& engine, const Call& barrier, bool was_member = false);
 
 }  // namespace lockstep::internal

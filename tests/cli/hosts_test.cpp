@@ -1,7 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <filesystem>
-#include <fstream>
 #include <string>
 #include <vector>
 
@@ -16,17 +14,6 @@ namespace {
 
 class MpiHostsTest : public ::testing::TestWithParam<Mpi> {
  protected:
-  /// Writes a script that runs hosts.cpp with LOCKSTEP_NETWORK, which is another on machine 1.
-  static std::string on_networks(const TemporaryFolder& folder, const std::string& network,
-                                 const std::string& network_of_1, const std::string& backend) {
-    const std::string path = folder / "on_networks";
-    std::ofstream(path) << "#!/bin/sh\nLOCKSTEP_NETWORK=" << network
-                        << "; [ \"$(hostname)\" != machine1 ] || LOCKSTEP_NETWORK=" << network_of_1
-                        << "\nexport LOCKSTEP_NETWORK; exec " HOSTS_PROGRAM " " << backend << "\n";
-    std::filesystem::permissions(path, std::filesystem::perms::owner_all);
-    return path;
-  }
-
   /// `n_lines`: what the ranks print in all.
   static Ended mpirun(int n, const Namespaces& machines, const std::string& program, int n_lines) {
     const TemporaryFolder folder;
@@ -66,35 +53,6 @@ TEST_P(MpiHostsTest, one_program_over_two_machines) {
   EXPECT_NE(ended.err.find("rank 3 of 4, local 1 of 2, by mpirun, over hierarchical"),
             std::string::npos)
       << ended.err;
-}
-
-TEST_P(MpiHostsTest, a_described_network_over_two_machines) {
-  if (GetParam().module.empty()) GTEST_SKIP() << "built without " << GetParam().name;
-  const Namespaces machines(2);
-  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
-  for (const char* const network : {"1us,1Gbit", "500us,400Gbit"}) {
-    for (const char* const backend : {"auto", "mpi"}) {
-      const TemporaryFolder folder;
-      const HostsSaid said =
-          read_hosts(mpirun(2, machines, on_networks(folder, network, network, backend), 1));
-      EXPECT_EQ(said.n_ranks, 4) << network << " " << backend;
-      EXPECT_EQ(said.sum, 256) << network << " " << backend;  // the sum of a sum, four times
-    }
-  }
-}
-
-TEST_P(MpiHostsTest, machines_that_describe_the_network_differently_mismatch) {
-  if (GetParam().module.empty()) GTEST_SKIP() << "built without " << GetParam().name;
-  const Namespaces machines(2);
-  if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
-  for (const char* const backend : {"auto", "mpi"}) {
-    const TemporaryFolder folder;
-    const std::string program = on_networks(folder, "25us,100Gbit", "2us,400Gbit", backend);
-    const Ended ended = mpirun(2, machines, program, 1);
-    EXPECT_TRUE(
-        contains(ended.out, "LOCKSTEP_NETWORK is 25us,100Gbit on rank 0, 2us,400Gbit on rank 2"))
-        << backend << ": " << ended.out << ended.err;
-  }
 }
 
 #ifdef C_OPERATIONS

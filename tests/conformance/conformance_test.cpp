@@ -47,6 +47,8 @@ std::vector<Setting> settings() {
     all.push_back({Form::processes, n});
     if (n > 1) all.push_back({Form::hosts, n});
   }
+  // Without levels, and with two of them, in which a part has one rank.
+  for (const int n : {3, 9}) all.push_back({Form::messages, n});
   return all;
 }
 

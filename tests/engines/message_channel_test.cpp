@@ -165,7 +165,7 @@ TEST_F(MessageChannelTest, status_query_that_ends_the_first_wait) {
   exchange(world);
   ASSERT_EQ(script.sent.size(), 1U);
   EXPECT_EQ(script.sent[0].kind, ControlMessage::Kind::status_reply);
-  EXPECT_EQ(script.sent[0].wait_state.awaited, 2);
+  EXPECT_EQ(script.sent[0].wait_state.awaited.get()[0], 2);
 }
 
 TEST_F(MessageChannelTest, messages_that_arrive_at_the_deadline_are_not_late) {
@@ -265,7 +265,7 @@ TEST_F(MessageChannelTest, non_lockstep_exception_fails_peers) {
   for (const Op op : {Op::all_reduce, Op::split, Op::allocate}) {
     script = Script();
     script.has_no_memory = true;
-    const Group group(make("scripted", std::make_unique<ScriptedTransport>(script, &part), Costs{}),
+    const Group group(make("scripted", std::make_unique<ScriptedTransport>(script, &part)),
                       "world", call.timeout);
     double data = 0;
     const auto run = [&] {

@@ -268,7 +268,7 @@ void MessageNetwork::reset_traffic() {
 }
 
 void run_message_ranks(int n_ranks, const std::function<void(Engine&)>& body,
-                       MessageNetwork* network, const message::Costs& costs) {
+                       MessageNetwork* network) {
   std::optional<MessageNetwork> own;
   if (network == nullptr) network = &own.emplace(n_ranks);
   std::mutex mutex;
@@ -278,7 +278,7 @@ void run_message_ranks(int n_ranks, const std::function<void(Engine&)>& body,
     threads.emplace_back([&, rank] {
       std::unique_ptr<Engine> engine;
       try {
-        engine = message::make("network", network->transport(rank), costs);
+        engine = message::make("network", network->transport(rank));
         body(*engine);
       } catch (const std::exception& error) {
         if (engine) engine->abandon(error.what());

@@ -6,7 +6,6 @@
 #include <memory>
 #include <vector>
 
-#include "engines/message/costs.hpp"
 #include "engines/message/transport.hpp"
 
 namespace lockstep::test {
@@ -51,6 +50,6 @@ class MessageNetwork {
 /// Calls body as every rank of the message engine over a new network, or over `network`, and waits
 /// for all. Then throws the first exception of a rank.
 void run_message_ranks(int n_ranks, const std::function<void(Engine&)>& body,
-                       MessageNetwork* network = nullptr, const message::Costs& costs = {});
+                       MessageNetwork* network = nullptr);
 
 }  // namespace lockstep::test

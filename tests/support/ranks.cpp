@@ -17,8 +17,10 @@
 
 #include "engines/catalog.hpp"
 #include "engines/hierarchical/hierarchical.hpp"
+#include "engines/message/message_engine.hpp"
 #include "engines/shared/bootstrap/job.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "support/message_network.hpp"
 #include "support/waiting.hpp"
 #include "world/environment.hpp"
 #include "world/session.hpp"
@@ -31,6 +33,7 @@ std::string name_of(const Setting& setting) {
     case Form::threads: return fmt::format("threads_{}", setting.n_ranks);
     case Form::processes: return fmt::format("processes_{}", setting.n_ranks);
     case Form::hosts: return fmt::format("hosts_{}", setting.n_ranks);
+    case Form::messages: return fmt::format("messages_{}", setting.n_ranks);
     case Form::gloo: return fmt::format("gloo_{}", setting.n_ranks);
     case Form::gloo_hosts: return fmt::format("gloo_hosts_{}", setting.n_ranks);
     case Form::launched: return "launched";
@@ -84,8 +87,10 @@ void init_hosts(const std::string& outer, std::chrono::milliseconds timeout) {
   internal::join_process(join_hosts(world, engines::join(outer, world, barrier).engine, barrier));
 }
 
-void run_host_threads(int n, const std::function<void()>& body, std::chrono::milliseconds timeout) {
-  const auto segment = shared::make_world(shared::Segment::for_threads(n));
+/// Runs body as n ranks that are threads. join(world, barrier): the session of one.
+void run_threads(int n, const std::function<void()>& body, std::chrono::milliseconds timeout,
+                 const std::function<std::unique_ptr<internal::Session>(
+                     internal::World world, const Call& barrier)>& join) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < n; ++rank) {
     threads.emplace_back([&, rank] {
@@ -94,8 +99,7 @@ void run_host_threads(int n, const std::function<void()>& body, std::chrono::mil
         internal::World world;
         world.rank = rank;
         world.size = n;
-        internal::join_thread(
-            join_hosts(world, shared::join_world(segment, rank, barrier), barrier));
+        internal::join_thread(join(world, barrier));
         body();
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
@@ -104,6 +108,26 @@ void run_host_threads(int n, const std::function<void()>& body, std::chrono::mil
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+void run_host_threads(int n, const std::function<void()>& body, std::chrono::milliseconds timeout) {
+  const auto segment = shared::make_world(shared::Segment::for_threads(n));
+  run_threads(n, body, timeout, [&](const internal::World& world, const Call& barrier) {
+    return join_hosts(world, shared::join_world(segment, world.rank, barrier), barrier);
+  });
+}
+
+void run_message_threads(int n, const std::function<void()>& body,
+                         std::chrono::milliseconds timeout) {
+  MessageNetwork network(n);
+  run_threads(n, body, timeout, [&](internal::World world, const Call& barrier) {
+    world.local_size = n;
+    auto engine = message::make("network", network.transport(world.rank));
+    engine->run(barrier);
+    return std::make_unique<internal::Session>(
+        world, engines::JoinedEngine{std::move(engine), nullptr}, barrier.timeout, barrier.where,
+        /*host=*/0);
+  });
 }
 
 [[noreturn]] void be_rank(int rank, int n, const std::string& backend, const std::string& segment,
@@ -200,6 +224,7 @@ void run_as(const Setting& setting, const std::function<void()>& body,
       run_ranks(setting.n_ranks, [&body] { body(); }, {.timeout = watchdog});
       return;
     case Form::hosts: run_host_threads(setting.n_ranks, body, watchdog); return;
+    case Form::messages: run_message_threads(setting.n_ranks, body, watchdog); return;
     case Form::launched: {
       const char* const backend = std::getenv("LOCKSTEP_TEST_BACKEND");
       if (std::getenv("LOCKSTEP_TEST_HOSTS") != nullptr) {

@@ -14,10 +14,11 @@ namespace lockstep::test {
 /// How the ranks of a test are created.
 /// `hosts`, `gloo_hosts`: over the hierarchical engine, with the hosts of hosts_of; as threads with
 /// the shared engine as network, and as processes with Gloo between hosts.
+/// `messages`: threads over a MessageNetwork.
 /// `launched`: this process is already a rank, for example of mpirun; LOCKSTEP_TEST_BACKEND selects
 /// the engine, and if LOCKSTEP_TEST_HOSTS is set that engine connects the hosts of
 /// hosts_of.
-enum class Form { solo, threads, processes, hosts, gloo, gloo_hosts, launched };
+enum class Form { solo, threads, processes, hosts, messages, gloo, gloo_hosts, launched };
 
 struct Setting {
   Form form;

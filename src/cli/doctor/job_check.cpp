@@ -48,9 +48,9 @@ std::size_t distance(std::string_view from, std::string_view to) {
 
 /// The variable that a misspelt one was meant to be; empty: it is none.
 std::string_view meant_by(std::string_view name) {
-  static constexpr std::array<std::string_view, 8> kNames = {
+  static constexpr std::array<std::string_view, 7> kNames = {
       "LOCKSTEP_CHECK", "LOCKSTEP_TIMEOUT", "LOCKSTEP_RECORD_DIR", "LOCKSTEP_TRACE",
-      "LOCKSTEP_MPI",   "LOCKSTEP_TUNE",    "LOCKSTEP_NETWORK",    "LOCKSTEP_SIMD"};
+      "LOCKSTEP_MPI",   "LOCKSTEP_TUNE",    "LOCKSTEP_SIMD"};
   for (const std::string_view known : kNames) {
     const std::size_t n = distance(name, known);
     if (n > 0 && n <= (known.size() > std::string_view("LOCKSTEP_12345").size() ? 2U : 1U)) {
@@ -67,10 +67,15 @@ Finding variables() {
     const std::string_view text(*entry);
     const std::string_view name = text.substr(0, text.find('='));
     if (is_launcher_variable(name)) seen.emplace_back(text);
-    const std::string_view meant = meant_by(name);
-    if (meant.empty()) continue;
-    fmt::format_to(std::back_inserter(advice), "{}lockstep does not read {}: did you mean {}?",
-                   advice.empty() ? "" : " ", name, meant);
+    const auto advise = [&advice](const std::string& sentence) {
+      advice += (advice.empty() ? "" : " ") + sentence;
+    };
+    if (name == "LOCKSTEP_NETWORK") {
+      advise("LOCKSTEP_NETWORK has no effect: the engines between hosts no longer choose by it.");
+    }
+    if (const std::string_view meant = meant_by(name); !meant.empty()) {
+      advise(fmt::format("lockstep does not read {}: did you mean {}?", name, meant));
+    }
   }
   std::sort(seen.begin(), seen.end());
   std::string text;

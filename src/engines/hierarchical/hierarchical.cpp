@@ -30,7 +30,8 @@ class HierarchicalEngine final : public internal::NativeEngine {
   /// The engines are left to the caller if there is no memory for this one.
   HierarchicalEngine(std::unique_ptr<Engine>&& global, std::unique_ptr<shared::HostEngine>&& local,
                      std::unique_ptr<Engine>&& leaders, Topology&& topology) noexcept
-      : levels_{std::move(global), std::move(local), std::move(leaders), std::move(topology)} {}
+      : host_(*local),
+        levels_{std::move(global), std::move(local), std::move(leaders), std::move(topology)} {}
 
   std::string_view name() const noexcept override { return "hierarchical"; }
   int rank() const noexcept override { return levels_.rank(); }
@@ -41,7 +42,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
     return levels_.global->why_one_thread();
   }
   void run(const Call& call) override {
-    levels_.limit = detail::TimeLimit(call.timeout);
+    levels_.begin(call);
     levels_.fail_all_levels([&] {
       if (levels_.n_hosts() == 1) return levels_.local->run(call);
       run_over_hosts(levels_, call);
@@ -50,7 +51,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
 
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override {
     std::unique_ptr<Engine> engine;
-    levels_.limit = detail::TimeLimit(call.timeout);
+    levels_.begin(call);
     levels_.fail_all_levels([&] {
       levels_.compare(call);
       // All steps use the existing group, which fails on all ranks if one fails: on the new group,
@@ -69,7 +70,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
             static_cast<int>(std::ranges::find(all, choice.leader, &Choice::leader) - all.begin()));
       }
       auto global = levels_.global->split(levels_.limited(call), color, key);
-      auto local = levels_.local->split_host(levels_.on_host(call), color, /*key=*/global->rank());
+      auto local = host_.split_host(levels_.on_host(call), color, /*key=*/global->rank());
       Topology topology(std::move(hosts), global->rank());
       auto leaders =
           leaders_of(*levels_.global, topology, global->rank(), part, levels_.limited(call));
@@ -82,7 +83,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
 
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     std::unique_ptr<SharedMemory> memory;
-    levels_.limit = detail::TimeLimit(call.timeout);
+    levels_.begin(call);
     levels_.fail_all_levels([&] {
       memory = levels_.local->allocate(levels_.on_host(call));
       if (levels_.n_hosts() == 1) return;
@@ -101,6 +102,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
   }
 
  private:
+  shared::HostEngine& host_;  // levels_.local
   Levels levels_;
 };
 

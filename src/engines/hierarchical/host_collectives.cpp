@@ -54,6 +54,7 @@ class Steps {
   void scatter();
   void all_to_all();
   void run_directly();
+  std::size_t bytes_to_each() const;
 
   const Topology& topology() const { return levels_.topology; }
   int host() const { return topology().host_of(levels_.rank()); }
@@ -73,12 +74,33 @@ class Steps {
   const std::size_t element_;
 };
 
-void Steps::run() {
+/// The bytes that a rank sends each other one if the call goes directly from rank to rank; for an
+/// all_to_all, those that its leader joins for each.
+std::size_t Steps::bytes_to_each() const {
+  const std::size_t n_bytes = call_.count * element_;
   switch (call_.op) {
+    case Op::all_reduce:
+    case Op::reduce:
+    case Op::broadcast: return n_bytes / static_cast<std::size_t>(levels_.n_ranks());
+    case Op::all_gather:
+    case Op::gather:
+      return call_.counts.empty() ? n_bytes : *std::ranges::max_element(call_.counts) * element_;
+    case Op::all_to_all: return n_bytes * topology().max_local_size;
+    case Op::scatter:
+    case Op::reduce_scatter: return n_bytes;
     case Op::barrier:
-      levels_.run_local(call_);
-      if (levels_.is_leader()) levels_.run_leaders(call_);
-      return levels_.run_local(call_);
+    case Op::send:
+    case Op::recv:
+    case Op::split:
+    case Op::allocate: break;
+  }
+  return 0;
+}
+
+void Steps::run() {
+  if (bytes_to_each() > levels_.most_bytes) return run_directly();
+  switch (call_.op) {
+    case Op::barrier: return levels_.run_barrier(call_);
     case Op::all_reduce: return all_reduce();
     case Op::reduce: return reduce();
     case Op::reduce_scatter: return reduce_scatter();

@@ -4,6 +4,7 @@
 #include <new>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "group/failure.hpp"
 
@@ -59,8 +60,18 @@ void Levels::end_with(const Error& error) const noexcept {
   }
 }
 
+Call Levels::on_host(Call step) {
+  if (are_one_channel) {
+    if (std::exchange(has_compared, true)) step.check = Check::off;
+  } else if (n_hosts() > 1) {
+    step.ranks = topology.members;
+  }
+  return limited(step);
+}
+
 void Levels::run_leaders(Call call) {
   call = limited(call);
+  if (are_one_channel) return leaders->run(call);
   call.ranks = topology.leaders;
   call.timeout += kReportTime;
   // The other ranks of this host wait for this one, which is not the late one if a host is late.
@@ -71,6 +82,10 @@ void Levels::run_leaders(Call call) {
 
 void Levels::run_global(Call call) {
   call = limited(call);
+  if (are_one_channel) {
+    call.check = Check::off;  // after compare()
+    return global->run(call);
+  }
   call.timeout += kReportTime;
   local->extend_deadline(call.timeout + kPatience);
   global->run(call);
@@ -83,8 +98,21 @@ void Levels::run_message(const Call& call) {
   local->end_between_hosts();
 }
 
+void Levels::run_barrier(const Call& call) {
+  run_local(call);
+  if (is_leader()) run_leaders(call);
+  // What the leader sends now arrives after all ranks have begun.
+  std::byte released{};
+  Call release = step_of(call, Op::broadcast, /*root=*/0);
+  release.dtype = DType::u8;
+  release.count = 1;
+  release.in = release.out = &released;
+  run_local(release);
+}
+
 void Levels::compare(const Call& call) {
   if (call.check == Check::off) return;
+  if (are_one_channel) return run_barrier(barrier_of(call));
   run_local(barrier_of(call));
   if (n_hosts() > 1 && is_leader()) run_leaders(barrier_of(call));
 }

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
+#include <limits>
 #include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <lockstep/error.hpp>
@@ -8,19 +10,27 @@
 #include <string_view>
 
 #include "engines/hierarchical/topology.hpp"
-#include "engines/shared/algorithms/host_engine.hpp"
+#include "group/native_engine.hpp"
 #include "group/step.hpp"
 
 namespace lockstep::hierarchical {
 
-/// The engines of one group, by the ranks that they connect.
+/// The engines of one group, by the ranks that they connect. A host is, over messages, a part of
+/// the ranks (message_engine.cpp).
 struct Levels {
-  std::unique_ptr<Engine> global;             ///< all ranks
-  std::unique_ptr<shared::HostEngine> local;  ///< the ranks of this host
+  std::unique_ptr<Engine> global;                 ///< all ranks
+  std::unique_ptr<internal::NativeEngine> local;  ///< the ranks of this host
   std::unique_ptr<Engine> leaders;  ///< the leaders of all hosts; unused on the other ranks
   Topology topology;
+  /// Whether all levels are parts of one channel of messages, which has the numbers of the group's
+  /// ranks: one failure ends all levels, and a rank whose time ends finds the late one on any level
+  /// (MessageChannel). Ranks that have compared a call then do not compare its further steps.
+  bool are_one_channel = false;
+  /// A call in which a rank has more than this for each other one goes directly from rank to rank.
+  std::size_t most_bytes = std::numeric_limits<std::size_t>::max();
   /// The limit of the current call, which its steps share.
   detail::TimeLimit limit{std::chrono::milliseconds::max()};
+  bool has_compared = false;  ///< with the ranks of this host, in the current call
 
   int rank() const noexcept { return global->rank(); }
   int n_ranks() const noexcept { return global->size(); }
@@ -42,16 +52,19 @@ struct Levels {
     }
   }
 
+  /// Before each call.
+  void begin(const Call& call) {
+    limit = detail::TimeLimit(call.timeout);
+    has_compared = false;
+  }
   /// A step of the current call, with what is left of its limit.
   Call limited(Call step) {
     step.timeout = limit.of_step();
+    if (step.limit == std::chrono::milliseconds::zero()) step.limit = limit.whole();
     return step;
   }
   /// The same, for the ranks of this host.
-  Call on_host(Call step) {
-    if (n_hosts() > 1) step.ranks = topology.members;
-    return limited(step);
-  }
+  Call on_host(Call step);
   void run_local(const Call& call) { local->run(on_host(call)); }
   /// On a leader: runs the call among all leaders. The other ranks of its host wait that much
   /// longer for it.
@@ -59,13 +72,15 @@ struct Levels {
   /// Runs the call among all ranks. A rank that waits for another host delays the ranks of its own
   /// host, which may already be in the next call, but is not itself late.
   void run_global(Call call);
+  /// Returns when all ranks have begun the call, of which `call` is a barrier.
+  void run_barrier(const Call& call);
   /// A message to or from another host. It involves only two ranks, so the others keep their
   /// timeouts; a rank of this host that times out on this one reports what this one waits for.
   void run_message(const Call& call);
   /// Calls that begin on different levels are not compared with each other, so those that begin on
   /// `global` begin with this: the ranks of a host compare, then the leaders of all hosts. Other
   /// ranks continue meanwhile; if the leaders disagree, they end all levels, which notifies the
-  /// other ranks.
+  /// other ranks. Over one channel no rank continues before all ranks have compared.
   void compare(const Call& call);
   /// See Engine::refuse: on the levels where ranks wait for this one. A rank of another host waits
   /// for the leader of this one, which finds the refusal here and ends the other levels.

@@ -8,21 +8,21 @@
 
 #include "engines/message/header.hpp"
 #include "engines/message/message_channel.hpp"
+#include "engines/message/subset.hpp"
 
 namespace lockstep::message {
 
-/// The first message of a call between each pair of ranks: a header, followed by eager data. A
-/// message is as long as its data, and every receive has the maximum length, so that ranks that
-/// make different calls can parse each other's messages. In a channel with rounds, or if the
-/// transport does not allow a message shorter than its receive, all messages have the maximum
-/// length, that of an EagerMessage.
+/// The first message of a call between each pair of ranks of a subset: a header, followed by eager
+/// data. A message is as long as its data, and every receive has the maximum length, so that ranks
+/// that make different calls can parse each other's messages. If the transport does not allow a
+/// message shorter than its receive, all messages have the maximum length, that of an EagerMessage.
 class EagerMessages {
  public:
   /// Between hosts a copy at each end costs less than another exchange up to some 16 KiB. On one
   /// host an MPI uses rendezvous if the message exceeds 4,096 bytes with its own headers.
   static constexpr std::size_t kMaxPayload = 16 << 10, kMaxPayloadOfHost = 60 * 64;
 
-  explicit EagerMessages(MessageChannel& channel);
+  EagerMessages(MessageChannel& channel, const Subset& subset);
   // messages_ points to members.
   EagerMessages(const EagerMessages&) = delete;
   EagerMessages& operator=(const EagerMessages&) = delete;
@@ -48,14 +48,15 @@ class EagerMessages {
 
  private:
   std::byte* at(int r) const noexcept { return data_ + static_cast<std::size_t>(r) * stride_; }
-  std::byte* own() const noexcept { return at(channel_.rank()); }
+  std::byte* own() const noexcept { return at(subset_.rank); }
   void set_own(const Header& mine, std::span<const std::byte> payload);
   std::size_t length(std::size_t payload_bytes) const noexcept {
     return takes_shorter_ ? sizeof(Header) + payload_bytes : stride_;
   }
 
   MessageChannel& channel_;
-  const bool takes_shorter_ = channel_.takes_shorter_messages() && !channel_.has_rounds();
+  const Subset subset_;
+  const bool takes_shorter_ = channel_.takes_shorter_messages();
   const std::size_t payload_bytes_ = !takes_shorter_             ? sizeof(EagerMessage::payload)
                                      : channel_.is_on_one_host() ? kMaxPayloadOfHost
                                                                  : kMaxPayload;

@@ -9,6 +9,7 @@
 
 #include "base/text.hpp"
 #include "group/mismatch.hpp"
+#include "group/step.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::message {
@@ -26,8 +27,8 @@ std::string where_of(const Header& header) {
 
 }  // namespace
 
-Header HeaderMaker::of(const Call& step, int color, int key) {
-  const Call& call = step.parent_call != nullptr ? *step.parent_call : step;
+Header HeaderMaker::of(const Call& step) {
+  const Call& call = internal::outermost(step);
   Header header{};
   header.step = static_cast<std::uint8_t>(step.op);
   header.op = static_cast<std::uint8_t>(call.op);
@@ -41,8 +42,6 @@ Header HeaderMaker::of(const Call& step, int color, int key) {
   }
   header.n_refused = call.n_refused;
   header.check = call.check;
-  header.color = color;
-  header.key = key;
   header.line = call.where.line();
   if (call.where.file_name() != path_) {
     path_ = call.where.file_name();

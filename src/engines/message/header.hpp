@@ -24,19 +24,17 @@ struct Header {
   std::uint64_t count;
   std::uint64_t counts;     ///< hash of the counts of all_gather and gather
   std::uint32_t n_refused;  ///< see Call::n_refused
-  std::int32_t color;       ///< of split
-  std::int32_t key;
   std::uint32_t line;
   Check check;                ///< how much this rank compares
-  std::array<char, 23> file;  ///< the end of its name, null-terminated
+  std::array<char, 31> file;  ///< the end of its name, null-terminated
 };
 static_assert(sizeof(Header) == 64);
 static_assert(std::is_trivially_copyable_v<Header>);
 
-/// The first message of a call in rounds, or over a transport that takes no message shorter than
-/// its receive (EagerMessages has the others). It has the same length for every call, so that ranks
-/// that make different calls can parse each other's. Data that fits is sent eagerly in it, and no
-/// other message follows.
+/// The first message of a call over a transport that takes no message shorter than its receive
+/// (EagerMessages has the others). It has the same length for every call, so that ranks that make
+/// different calls can parse each other's. Data that fits is sent eagerly in it, and no other
+/// message follows.
 struct alignas(64) EagerMessage {
   Header header;
   std::array<std::byte, 64> payload;
@@ -46,18 +44,18 @@ static_assert(sizeof(EagerMessage) == 128);
 /// Makes headers of this rank's calls.
 class HeaderMaker {
  public:
-  /// The header of `step`, or of its parent_call.
-  Header of(const Call& step, int color = 0, int key = 0);
+  /// The header of `step`, or of the call of which it is a step.
+  Header of(const Call& step);
 
  private:
   const char* path_ = nullptr;   // file of the last call
-  std::array<char, 23> file_{};  // the end of its name
+  std::array<char, 31> file_{};  // the end of its name
 };
 
 /// Used if the headers are not bytewise equal.
 bool same_compared_fields(const Header& a, const Header& b, bool compares_sites);
 inline bool same_signature(const Header& a, const Header& b, bool compares_sites) {
-  return (std::memcmp(&a, &b, offsetof(Header, color)) == 0 && a.check == b.check &&
+  return (std::memcmp(&a, &b, offsetof(Header, line)) == 0 && a.check == b.check &&
           !compares_sites) ||
          same_compared_fields(a, b, compares_sites);
 }

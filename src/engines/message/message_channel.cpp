@@ -2,12 +2,11 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <bit>
 #include <numeric>
 #include <utility>
 
 #include "record/progress.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::message {
 
@@ -30,53 +29,10 @@ void MessageChannel::exchange(std::span<const Message> messages, const Call& cal
   perform(messages, call, limit, nullptr);
 }
 
-void MessageChannel::begin_rounds(const Header& header) {
-  control_->begin_exchange(header);
-  is_in_rounds_ = true;
-}
-
-void MessageChannel::round(std::span<const Message> messages, int awaited, int n_known,
-                           const Call& call, Limit& limit) {
-  control_->set_wait_state(awaited, n_known);
-  perform(messages, call, limit, nullptr);
-}
-
-void MessageChannel::end_rounds() {
-  control_->set_wait_state(WaitState::kNone, size());
-  is_in_rounds_ = false;
-}
-
-/// The index of a message in the order of exchange: both ranks of a message compute the same index,
-/// no two messages to one rank, or from one rank, share an index, and neighbouring ranks come
-/// first. Blocks of B ranks, the largest power of two that divides N, exchange in a ring, and
-/// within a pair of blocks rank i exchanges with i XOR 0, 1, ... B - 1. With aligned blocks, the
-/// messages of a window cross equally many switches, so they complete at about the same time.
-int MessageChannel::exchange_index(const Message& message) const {
-  const int shift = std::countr_zero(static_cast<unsigned>(size()));  // B is 1 << shift
-  const bool is_sent = message.direction == Message::Direction::send;
-  const int from = is_sent ? rank() : message.peer, to = is_sent ? message.peer : rank();
-  int n_blocks = (to >> shift) - (from >> shift);
-  if (n_blocks < 0) n_blocks += size() >> shift;
-  return (n_blocks << shift) + ((from ^ to) & ((1 << shift) - 1));
-}
-
-/// A rank completes a window before it begins the next. A message waits only for a rank in the same
-/// or an earlier window, so the ranks in the earliest one always get on: no deadlock. If a rank
-/// stops, those that wait for it do not begin their next window, for which others wait. All publish
-/// for which rank they wait (wait states), and so find the one that waits for none: it is late.
-void MessageChannel::exchange_in_windows(std::span<Message> messages, const Call& call,
-                                         Limit& limit) {
-  const auto window_of = [this](const Message& message) {
-    return exchange_index(message) / kWindow;
-  };
-  // Messages between two ranks stay in order.
-  std::ranges::stable_sort(messages, {},
-                           [this](const Message& message) { return exchange_index(message); });
-  for (std::size_t begin = 0, end = 0; begin < messages.size(); begin = end) {
-    const int window = window_of(messages[begin]);
-    while (end < messages.size() && window_of(messages[end]) == window) ++end;
-    perform(messages.subspan(begin, end - begin), call, limit, nullptr);
-  }
+void MessageChannel::begin(const Call& call) {
+  is_pair_ = internal::is_pair(call.op);
+  ++n_calls(call.op, call.root);
+  if (has_levels_ && !is_pair_) control_->begin_collective(headers_.of(call));
 }
 
 bool MessageChannel::perform(std::span<const Message> messages, const Call& call, Limit& limit,

@@ -45,22 +45,10 @@ class MessageChannel {
   /// MismatchError, EngineError; the other ranks are then notified.
   void exchange(std::span<const Message> messages, const Call& call, Limit& limit);
 
-  /// Exchanges long messages, a few at a time in each direction. A network shares a link among the
-  /// messages on it, so sending all at once would leave 1/N of it to a short message of another
-  /// group. Only in a channel with rounds. Sorts the messages.
-  void exchange_in_windows(std::span<Message> messages, const Call& call, Limit& limit);
-  static constexpr int kWindow = 8;
-
-  /// Whether there are too many ranks to send short messages between every pair.
-  bool has_rounds() const noexcept { return has_rounds_; }
+  /// Whether there are too many ranks to send short messages between every pair: parts of
+  /// Transport::kMaxDirect ranks do so, then the first ranks of these parts, and so on.
+  bool has_levels() const noexcept { return has_levels_; }
   bool is_on_one_host() const noexcept { return transport_.is_on_one_host(); }
-  /// Begins an exchange of several rounds; all ranks begin the same, in the same order. Each round
-  /// waits for one message, of rank `awaited`; `n_known`: see WaitState. If the call's time ends,
-  /// the late ranks are found by asking all for their wait states.
-  void begin_rounds(const Header& header);
-  void round(std::span<const Message> messages, int awaited, int n_known, const Call& call,
-             Limit& limit);
-  void end_rounds();
   /// Exchanges messages with `peer` alone. Returns false if it can never complete because the peer
   /// waits for this rank in another call, whose header is then in `header`.
   bool exchange_with(int peer, std::span<const Message> messages, Header& header, const Call& call,
@@ -73,8 +61,8 @@ class MessageChannel {
   std::unique_ptr<MessageChannel> split(const std::vector<int>& members, std::int64_t number,
                                         const Call& call);
 
-  /// Before each call: counts it.
-  void begin(const Call& call) { ++n_calls(call.op, call.root); }
+  /// Before each call of the group: counts it.
+  void begin(const Call& call);
   /// See Engine::refuse. Notifies the peers, which poll while they wait. A control message may
   /// overtake the messages of earlier calls, so it contains their number: a rank that has refused
   /// fewer calls and is in a later call can no longer match any call of this rank.
@@ -98,15 +86,14 @@ class MessageChannel {
   /// False: impossible, see exchange_with.
   bool perform(std::span<const Message> messages, const Call& call, Limit& limit,
                StatusQuery* query);
-  int exchange_index(const Message& message) const;
 
   // message_channel_wait.cpp
   bool wait(const Call& call, Limit& limit, StatusQuery* query);
   bool is_impossible(StatusQuery& query);
-  /// The ranks that prevent an exchange from completing in which this rank waits for `awaited`,
-  /// without those that are waiting themselves.
-  std::vector<int> find_late(std::map<int, WaitState> wait_states,
-                             std::span<const int> awaited) const;
+  /// The ranks that prevent an exchange from completing in which this rank waits for `awaited`:
+  /// these, or those for which they wait, and so on, without those that are waiting themselves.
+  std::vector<int> find_late(const std::map<int, WaitState>& wait_states,
+                             std::vector<int> awaited) const;
   /// The states of this rank and of all ranks that reply in time.
   std::map<int, WaitState> query_wait_states(const Call& call);
 
@@ -130,9 +117,9 @@ class MessageChannel {
   std::shared_ptr<Control> world_;  // the same on the world's channel
   Transport& transport_;
   std::vector<int> members_;  // ranks of the world
-  bool has_rounds_ =
+  const bool has_levels_ =
       transport_.answers_status_queries() && transport_.size() > Transport::kMaxDirect;
-  bool is_in_rounds_ = false;
+  bool is_pair_ = false;  ///< of the current call, which may consist of steps
   std::uint64_t n_collectives_ = 0;
   std::map<std::pair<Op, int>, std::uint64_t> n_pairs_;  ///< by operation and peer
   HeaderMaker headers_;                                  ///< of calls that a peer refused

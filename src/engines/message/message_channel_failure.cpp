@@ -143,14 +143,14 @@ void MessageChannel::refuse(const Refusal& refusal) noexcept {
 }
 
 void MessageChannel::throw_if_refused(const Call& call) {
-  const bool is_pair = internal::is_pair(call.op);
   // For a send: the receives that its peer refused.
-  const Op op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
+  const Op op = !is_pair_ ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
   int refuser = -1;
   control_->visit_refusals([&](const WaitState& of, const std::string&) {
     if (of.rank == rank() || static_cast<Op>(of.header.op) != op) return;
-    if (is_pair && of.rank != call.root) return;
-    if (of.header.n_refused > call.n_refused && of.number < n_calls(call.op, call.root)) {
+    if (is_pair_ && of.rank != call.root) return;
+    const std::uint64_t n_begun = is_pair_ ? n_calls(call.op, call.root) : n_collectives_;
+    if (of.header.n_refused > call.n_refused && of.number < n_begun) {
       refuser = of.rank;
     }
   });
@@ -165,12 +165,11 @@ std::vector<RefusedCall> MessageChannel::refused_calls(std::span<const Row> rows
   const std::uint32_t least = std::ranges::min(rows, {}, [](const Row& row) {
                                 return row.header.n_refused;
                               }).header.n_refused;
-  const bool is_pair = internal::is_pair(call.op);
-  const Op peers_op = !is_pair ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
+  const Op peers_op = !is_pair_ ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
   const auto is_of_call = [&](const WaitState& of) {
     const Op op = static_cast<Op>(of.header.op);
     if (of.header.n_refused <= least) return false;
-    if (!is_pair) return op == Op::barrier;
+    if (!is_pair_) return op == Op::barrier;
     return of.rank == rank() ? op == call.op && of.header.root == call.root
                              : op == peers_op && of.rank == call.root;
   };

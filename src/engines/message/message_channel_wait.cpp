@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "engines/message/message_channel.hpp"
@@ -39,7 +40,7 @@ struct MessageChannel::StatusQuery {
 
 bool MessageChannel::exchange_with(int peer, std::span<const Message> messages, Header& header,
                                    const Call& call, Limit& limit) {
-  if (!has_rounds_) return perform(messages, call, limit, nullptr);
+  if (!has_levels_) return perform(messages, call, limit, nullptr);
   StatusQuery query{.peer = peer, .header = header};
   return perform(messages, call, limit, &query);
 }
@@ -48,20 +49,20 @@ bool MessageChannel::wait(const Call& call, Limit& limit, StatusQuery* query) {
   if (call.progress != nullptr) call.progress->slept(call);  // polling counts as sleep
   const auto deadline = limit.end();                         // begins now
   std::optional<Clock::time_point> departure_seen;
-  // Ranks that wait for this one, even in a later call, must be able to find the rank that it waits
-  // for.
-  const bool shows_awaited = transport_.answers_status_queries() && !is_in_rounds_;
+  // Ranks that wait for this one, even in a later call, must be able to find the ranks that it
+  // waits for.
+  const bool shows_awaited = transport_.answers_status_queries();
   for (;;) {
     const State state = transport_.wait(deadline);
     if (state == State::complete) {
-      if (shows_awaited) control_->set_wait_state(WaitState::kNone, size());
+      if (shows_awaited) control_->set_awaited({});
       return true;
     }
     std::vector<int> awaited = transport_.awaited();
     std::ranges::sort(awaited);
     awaited.erase(std::unique(awaited.begin(), awaited.end()), awaited.end());
     // Before a status query is answered, which may be what ended the wait.
-    if (shows_awaited && !awaited.empty()) control_->set_wait_state(awaited.front(), size());
+    if (shows_awaited && !awaited.empty()) control_->set_awaited(awaited);
     poll_control();
     throw_if_failed(call);
     throw_if_refused(call);
@@ -81,16 +82,16 @@ bool MessageChannel::wait(const Call& call, Limit& limit, StatusQuery* query) {
       const std::map<int, WaitState> wait_states = query_wait_states(call);
       if (auto late = find_late(wait_states, awaited); !late.empty()) {
         awaited = std::move(late);
-      } else if (internal::is_pair(call.op)) {
+      } else if (is_pair_) {
         cycle = internal::chain_of(call, rank(), call.root, [&wait_states](int r) {
           const auto found = wait_states.find(r);
-          const bool waits =
-              found != wait_states.end() && found->second.awaited != WaitState::kNone;
-          return waits ? found->second.awaited : r;
+          if (found == wait_states.end()) return r;
+          const auto awaited_by = found->second.awaited.get();
+          return awaited_by.empty() ? r : awaited_by.front();
         });
       }
       if (transport_.test()) {
-        if (shows_awaited) control_->set_wait_state(WaitState::kNone, size());
+        if (shows_awaited) control_->set_awaited({});
         return true;
       }
       if (const auto departure = departure_among(awaited)) fail(*departure, call);
@@ -112,9 +113,8 @@ bool MessageChannel::is_impossible(StatusQuery& query) {
   }
   const auto answers = control_->answers();
   const auto answer = answers.find(query.peer);
-  // A peer that waits in an exchange that this rank has not begun waits for this rank.
-  if (answer == answers.end() || answer->second.number <= own ||
-      answer->second.awaited == WaitState::kNone) {
+  // A peer that waits in a collective that this rank has not begun waits for this rank.
+  if (answer == answers.end() || answer->second.number <= own || answer->second.awaited.n == 0) {
     return false;
   }
   query.header = answer->second.header;
@@ -139,46 +139,26 @@ std::map<int, WaitState> MessageChannel::query_wait_states(const Call& call) {
   return wait_states;
 }
 
-std::vector<int> MessageChannel::find_late(std::map<int, WaitState> wait_states,
-                                           std::span<const int> awaited) const {
-  const auto n = static_cast<std::size_t>(size());
-  const WaitState own = wait_states.at(rank());
-  // Ranks that are in other calls are late too, but not those that wait in an earlier exchange.
-  std::erase_if(wait_states, [&own](const auto& answer) {
-    return answer.second.number < own.number && answer.second.awaited == WaitState::kNone;
-  });
-  std::vector<bool> has_begun(n), is_awaited(n);
-  for (const int r : awaited) is_awaited[static_cast<std::size_t>(r)] = true;
-  for (const auto& [r, wait_state] : wait_states) {
-    if (wait_state.awaited != WaitState::kNone) {
-      is_awaited[static_cast<std::size_t>(wait_state.awaited)] = true;
-    }
-    if (wait_state.number < own.number) continue;
-    if (wait_state.number > own.number || wait_state.awaited == WaitState::kNone) {
-      has_begun.assign(n, true);  // that rank has completed it, so all have begun it
+std::vector<int> MessageChannel::find_late(const std::map<int, WaitState>& wait_states,
+                                           std::vector<int> awaited) const {
+  std::set<int> found;
+  std::vector<int> late;
+  while (!awaited.empty()) {
+    const int r = awaited.back();
+    awaited.pop_back();
+    if (!found.insert(r).second) continue;
+    const auto answer = wait_states.find(r);
+    // A rank that waits in a call on another channel may also reply: it waits for no rank on this
+    // one. In a channel with levels it replies only if it has begun the call, or waits.
+    const bool waits = answer != wait_states.end() && (has_levels_ || answer->second.awaited.n > 0);
+    if (!waits) {
+      late.push_back(r);
       continue;
     }
-    for (int i = 0; i < wait_state.n_known; ++i) {
-      has_begun[(static_cast<std::size_t>(r) + n - static_cast<std::size_t>(i)) % n] = true;
-    }
+    const auto further = answer->second.awaited.get();
+    awaited.insert(awaited.end(), further.begin(), further.end());
   }
-  // A rank that waits in a call on another channel may also reply: it waits for no rank on this
-  // one.
-  const auto waits_itself = [&](int r) {
-    const auto answer = wait_states.find(r);
-    return answer != wait_states.end() &&
-           (has_rounds_ || answer->second.awaited != WaitState::kNone);
-  };
-  // Ranks that have not begun; if all have, those that others wait for and that do not wait.
-  std::vector<int> late;
-  for (const bool is_about_beginning : {true, false}) {
-    for (int r = 0; r < size(); ++r) {
-      const auto i = static_cast<std::size_t>(r);
-      const bool may_be_late = is_about_beginning ? !has_begun[i] : is_awaited[i];
-      if (may_be_late && !waits_itself(r)) late.push_back(r);
-    }
-    if (!late.empty()) break;
-  }
+  std::ranges::sort(late);
   return late;
 }
 

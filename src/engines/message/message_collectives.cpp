@@ -1,7 +1,8 @@
 #include "engines/message/message_collectives.hpp"
 
 #include <algorithm>
-#include <functional>
+#include <bit>
+#include <span>
 
 #include "base/bytes.hpp"
 #include "kernels/reduce.hpp"
@@ -14,34 +15,72 @@ using base::copy_bytes;
 
 /// Above this size each rank of an all_reduce reduces a slice, in two exchanges.
 constexpr std::size_t kFlatBytes = 16 << 10;
+/// Between hosts so it does, and a broadcast or reduce is sent in slices, if whole data would be
+/// more than this for a rank: 40 KiB take 13 us at 25 Gbit/s, as long as two exchanges of 8 ranks.
+constexpr std::size_t kReceivedBytes = 40 << 10;
 /// Above this size, a broadcast or reduce between more than two ranks of one host is sent in
 /// slices.
 constexpr std::size_t kSlicedBytes = 256 << 10;
-/// Parts of up to this size are forwarded by other ranks, which costs copies.
-constexpr std::size_t kForwardedBytes = 2 << 10;
+/// Messages of more than this are sent in windows between more than Transport::kMaxDirect hosts. A
+/// window adds a latency, 1 % of the time that its bytes take at 25 Gbit/s.
+constexpr std::size_t kWindowBytes = 64 << 10;
+constexpr int kWindow = 8;
 /// The root of a reduce buffers this much per rank at a time.
 constexpr std::size_t kChunkBytes = 16 << 20;
 
 }  // namespace
 
 void Collectives::Step::run() {
-  // Windows add latency: they are used if that is at most 1 %.
-  constexpr double kMinRounds = 100;
-  std::size_t most_bytes = 0;
-  for (const Message& message : messages) most_bytes = std::max(most_bytes, message.n_bytes);
-  const double window_us =
-      MessageChannel::kWindow * static_cast<double>(most_bytes) * costs.byte_us;
-  if (channel.has_rounds() && !channel.is_on_one_host() &&
-      window_us >= kMinRounds * costs.round_us) {
-    channel.exchange_in_windows(messages, call, limit);
+  const bool is_any_long = std::ranges::any_of(
+      messages, [](const Message& message) { return message.n_bytes > kWindowBytes; });
+  if (channel.has_levels() && !channel.is_on_one_host() && is_any_long) {
+    run_in_windows();
   } else {
     channel.exchange(messages, call, limit);
   }
   messages.clear();
 }
 
+/// The index of a message in the order of exchange: both ranks of a message compute the same index,
+/// no two messages to one rank, or from one rank, share an index, and neighbouring ranks come
+/// first. Blocks of B ranks, the largest power of two that divides N, exchange in a ring, and
+/// within a pair of blocks rank i exchanges with i XOR 0, 1, ... B - 1. With aligned blocks, the
+/// messages of a window cross equally many switches, so they complete at about the same time.
+int Collectives::Step::exchange_index(const Message& message) const {
+  const int shift = std::countr_zero(static_cast<unsigned>(subset.size));  // B is 1 << shift
+  const bool is_sent = message.direction == Message::Direction::send;
+  const int peer = subset.rank_of(message.peer);
+  const int from = is_sent ? subset.rank : peer, to = is_sent ? peer : subset.rank;
+  int n_blocks = (to >> shift) - (from >> shift);
+  if (n_blocks < 0) n_blocks += subset.size >> shift;
+  return (n_blocks << shift) + ((from ^ to) & ((1 << shift) - 1));
+}
+
+/// Exchanges long messages, a few at a time in each direction. A network shares a link among the
+/// messages on it, so sending all at once would leave 1/N of it to a short message of another
+/// group.
+///
+/// A rank completes a window before it begins the next. A message waits only for a rank in the same
+/// or an earlier window, so the ranks in the earliest one always get on: no deadlock. If a rank
+/// stops, those that wait for it do not begin their next window, for which others wait. All publish
+/// for which ranks they wait (wait states), and so find the one that waits for none: it is late.
+void Collectives::Step::run_in_windows() {
+  const auto window_of = [this](const Message& message) {
+    return exchange_index(message) / kWindow;
+  };
+  // Messages between two ranks stay in order.
+  std::ranges::stable_sort(messages, {},
+                           [this](const Message& message) { return exchange_index(message); });
+  const std::span<const Message> all(messages);
+  for (std::size_t begin = 0, end = 0; begin < all.size(); begin = end) {
+    const int window = window_of(all[begin]);
+    while (end < all.size() && window_of(all[end]) == window) ++end;
+    channel.exchange(all.subspan(begin, end - begin), call, limit);
+  }
+}
+
 void Collectives::run(const Call& call, Limit& limit) {
-  Step step{channel_, call, limit, costs_, messages_};
+  Step step{channel_, subset_, call, limit, messages_};
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   switch (call.op) {
     case Op::barrier:
@@ -66,31 +105,17 @@ void Collectives::run(const Call& call, Limit& limit) {
   }
 }
 
-bool Collectives::is_faster_in_rounds(int n_exchanges, double n_bytes) const {
-  return rounds_ != nullptr &&
-         n_exchanges * (n_rounds() * costs_.round_us - (size() - 1) * costs_.message_us) +
-                 n_bytes * costs_.byte_us <
-             0;
+bool Collectives::is_long_for_all(std::size_t n_bytes) const {
+  return n_bytes * static_cast<std::size_t>(size() - 1) > kReceivedBytes;
 }
 
-bool Collectives::is_sent_flat(std::size_t n_bytes, Data data) const {
-  if (n_bytes > kFlatBytes || channel_.is_on_one_host()) return n_bytes <= kFlatBytes;
-  // Each rank then sends more bytes, in one exchange less; with the headers, in two less.
-  const double n_others = size() - 1, n_more = n_others - 2 * n_others / size();
-  return static_cast<double>(n_bytes) * n_more * costs_.byte_us <=
-         (data == Data::with_headers ? 2 : 1) * exchange_us();
+bool Collectives::is_sent_flat(std::size_t n_bytes) const {
+  return n_bytes <= kFlatBytes && (channel_.is_on_one_host() || !is_long_for_all(n_bytes));
 }
 
-bool Collectives::is_sent_in_slices(std::size_t n_bytes, Data data) const {
+bool Collectives::is_sent_in_slices(std::size_t n_bytes) const {
   if (size() <= 2) return false;
-  if (rounds_ != nullptr) return n_bytes > kForwardedBytes;
-  if (channel_.is_on_one_host()) return n_bytes > kSlicedBytes;
-  // The root then sends or receives all data twice and not once for each other rank, in one
-  // exchange more.
-  const double n_others = size() - 1, n_saved = n_others - 2 * n_others / size();
-  return static_cast<double>(n_bytes) * n_saved * costs_.byte_us >
-         (n_others - 1) * costs_.message_us + costs_.round_us +
-             (data == Data::with_headers ? exchange_us() : 0);
+  return channel_.is_on_one_host() ? n_bytes > kSlicedBytes : is_long_for_all(n_bytes);
 }
 
 Collectives::Slice Collectives::slice_of(const Call& call, int r) const {
@@ -104,11 +129,7 @@ void Collectives::broadcast(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   if (n_bytes == 0) return;
-  // A tree sends all data in each round, slices all data twice.
-  if (is_faster_in_rounds(1, static_cast<double>(n_bytes) * (n_rounds() - 2))) {
-    return rounds_->broadcast(bytes(call.out), n_bytes, call.root, call, step.limit);
-  }
-  if (!is_sent_in_slices(n_bytes, Data::follows)) {
+  if (!is_sent_in_slices(n_bytes)) {
     for (int r = 0; is(call.root) && r < size(); ++r) step.send(r, call.out, n_bytes);
     step.receive(call.root, call.out, n_bytes);
     return step.run();
@@ -133,9 +154,6 @@ void Collectives::scatter(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   if (n_bytes == 0) return;
-  if (rounds_ != nullptr && n_bytes <= kForwardedBytes) {
-    return rounds_->scatter(bytes(call.in), bytes(call.out), n_bytes, call.root, call, step.limit);
-  }
   for (int r = 0; is(call.root) && r < size(); ++r) {
     step.send(r, bytes(call.in) + static_cast<std::size_t>(r) * n_bytes, n_bytes);
   }
@@ -156,35 +174,13 @@ void Collectives::reduce_parts(const Call& call, const std::byte* own, std::byte
   kernels::reduce(call.dtype, call.reduce, in_.data(), size(), out, n_bytes / size_of(call.dtype));
 }
 
-bool Collectives::is_all_to_all_faster_in_rounds(std::size_t part_bytes) const {
-  return is_faster_in_rounds(1, static_cast<double>(part_bytes) * size() * (0.5 * n_rounds() - 1));
-}
-
 void Collectives::all_reduce(Step step) {
   const Call& call = step.call;
   const auto n = static_cast<std::size_t>(size());
   const std::size_t element = size_of(call.dtype), n_bytes = call.count * element;
   std::byte* const data = bytes(call.out);
   if (n_bytes == 0) return;
-  // Either every rank reduces all data, or a slice, in twice as many rounds; then each byte of the
-  // others' slices is sent log2(N) / 2 times and not once.
-  const double n_more_bytes = (size() - 0.5 * n_rounds() - 1) * static_cast<double>(n_bytes);
-  if (rounds_ != nullptr && n_more_bytes * costs_.byte_us < n_rounds() * costs_.round_us) {
-    scratch_.resize(n * n_bytes);
-    rounds_->all_gather(data, scratch_.data(), n_bytes, call, step.limit);
-    return reduce_parts(call, data, scratch_.data(), n_bytes, data);
-  }
-  if (is_faster_in_rounds(2, static_cast<double>(n_bytes) * (0.5 * n_rounds() - 1))) {
-    const std::size_t slice = (call.count + n - 1) / n * element;
-    std::vector<std::byte> padded(n * slice), parts(n * slice);
-    copy_bytes(padded.data(), data, n_bytes);
-    rounds_->all_to_all(padded.data(), parts.data(), slice, call, step.limit);
-    std::byte* const own = padded.data() + static_cast<std::size_t>(rank()) * slice;
-    reduce_parts(call, own, parts.data(), slice, own);
-    rounds_->all_gather(own, parts.data(), slice, call, step.limit);
-    return copy_bytes(data, parts.data(), n_bytes);
-  }
-  if (rounds_ == nullptr && is_sent_flat(n_bytes, Data::follows)) {
+  if (is_sent_flat(n_bytes)) {
     scratch_.resize(n * n_bytes);
     for (std::size_t r = 0; r < n; ++r) {
       step.send(static_cast<int>(r), data, n_bytes);
@@ -234,15 +230,7 @@ void Collectives::all_reduce(Step step) {
 void Collectives::reduce(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
-  if (rounds_ != nullptr && n_bytes > 0 && n_bytes <= kForwardedBytes) {
-    if (is(call.root)) scratch_.resize(static_cast<std::size_t>(size()) * n_bytes);
-    rounds_->gather(bytes(call.in), scratch_.data(), n_bytes, call.root, call, step.limit);
-    if (is(call.root)) {
-      reduce_parts(call, bytes(call.out), scratch_.data(), n_bytes, bytes(call.out));
-    }
-    return;
-  }
-  if (is_sent_in_slices(n_bytes, Data::follows)) return reduce_in_slices(step);
+  if (is_sent_in_slices(n_bytes)) return reduce_in_slices(step);
   for (std::size_t at = 0; at < n_bytes; at += kChunkBytes) {
     const std::size_t now = std::min(kChunkBytes, n_bytes - at);
     if (!is(call.root)) {
@@ -283,17 +271,6 @@ void Collectives::reduce_in_slices(Step step) {
 void Collectives::gather(Step step, bool is_for_all) {
   const Call& call = step.call;
   const std::size_t element = size_of(call.dtype);
-  const bool are_equal =
-      std::ranges::adjacent_find(call.counts, std::not_equal_to()) == call.counts.end();
-  if (rounds_ != nullptr && are_equal && call.count * element <= kForwardedBytes) {
-    const std::size_t part_bytes = call.count * element;
-    if (part_bytes == 0) return;
-    if (is_for_all) {
-      return rounds_->all_gather(bytes(call.in), bytes(call.out), part_bytes, call, step.limit);
-    }
-    return rounds_->gather(bytes(call.in), bytes(call.out), part_bytes, call.root, call,
-                           step.limit);
-  }
   const auto part = [&](int r) {
     return (call.counts.empty() ? call.count : call.counts[static_cast<std::size_t>(r)]) * element;
   };
@@ -314,15 +291,11 @@ void Collectives::reduce_scatter(Step step) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   if (n_bytes == 0) return;
   scratch_.resize(static_cast<std::size_t>(size()) * n_bytes);
-  if (is_all_to_all_faster_in_rounds(n_bytes)) {
-    rounds_->all_to_all(bytes(call.in), scratch_.data(), n_bytes, call, step.limit);
-  } else {
-    for (int r = 0; r < size(); ++r) {
-      step.send(r, bytes(call.in) + static_cast<std::size_t>(r) * n_bytes, n_bytes);
-      step.receive(r, scratch_.data() + static_cast<std::size_t>(r) * n_bytes, n_bytes);
-    }
-    step.run();
+  for (int r = 0; r < size(); ++r) {
+    step.send(r, bytes(call.in) + static_cast<std::size_t>(r) * n_bytes, n_bytes);
+    step.receive(r, scratch_.data() + static_cast<std::size_t>(r) * n_bytes, n_bytes);
   }
+  step.run();
   reduce_parts(call, bytes(call.in) + static_cast<std::size_t>(rank()) * n_bytes, scratch_.data(),
                n_bytes, bytes(call.out));
 }
@@ -331,9 +304,6 @@ void Collectives::all_to_all(Step step) {
   const Call& call = step.call;
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   if (n_bytes == 0) return;
-  if (is_all_to_all_faster_in_rounds(n_bytes)) {
-    return rounds_->all_to_all(bytes(call.in), bytes(call.out), n_bytes, call, step.limit);
-  }
   for (int r = 0; r < size(); ++r) {
     const std::size_t at = static_cast<std::size_t>(r) * n_bytes;
     step.send(r, bytes(call.in) + at, n_bytes);

@@ -28,13 +28,13 @@ void Control::poll() {
   answer_queries();
 }
 
-/// A query about an exchange that this rank has not begun is answered when this rank begins it,
-/// and also once before that, if this rank waits in an earlier exchange.
+/// A query about a collective that this rank has not begun is answered when this rank begins it,
+/// and also once before that, if this rank waits in an earlier one.
 void Control::answer_queries() {
   std::erase_if(queries_, [this](WaitState& query) {
     const bool has_begun = wait_state_.number >= query.number;
-    const bool waits = wait_state_.awaited != WaitState::kNone;
-    if (has_begun || (waits && query.awaited == WaitState::kNone)) {
+    const bool waits = wait_state_.awaited.n > 0;
+    if (has_begun || (waits && query.awaited.n == 0)) {
       transport_->send_control(
           {.kind = ControlMessage::Kind::status_reply, .wait_state = wait_state_}, query.rank);
       query.awaited = wait_state_.awaited;
@@ -79,18 +79,15 @@ WaitState Control::wait_state() const {
   return wait_state_;
 }
 
-void Control::begin_exchange(const Header& header) {
+void Control::begin_collective(const Header& header) {
   const std::lock_guard lock(mutex_);
   ++wait_state_.number;
-  wait_state_.awaited = transport_->rank();  // it does not wait yet
-  wait_state_.n_known = 1;
   wait_state_.header = header;
 }
 
-void Control::set_wait_state(int awaited, int n_known) {
+void Control::set_awaited(std::span<const int> ranks) {
   const std::lock_guard lock(mutex_);
-  wait_state_.awaited = awaited;
-  wait_state_.n_known = n_known;
+  wait_state_.awaited = internal::PeerList::of(ranks);
 }
 
 void Control::ask(std::uint64_t number, int to) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -37,10 +38,11 @@ class Control {
   /// A number for another channel, which no other rank gets, and this one once.
   std::int64_t next_number();
 
-  // How far this rank is in exchanges of several rounds, for ranks that ask:
+  // What this rank does, for ranks that ask:
   WaitState wait_state() const;
-  void begin_exchange(const Header& header);
-  void set_wait_state(int awaited, int n_known);
+  /// In a channel with levels.
+  void begin_collective(const Header& header);
+  void set_awaited(std::span<const int> ranks);
   /// Forgets earlier answers, and asks: see ControlMessage::Kind::status_query.
   void ask(std::uint64_t number, int to = Transport::kAllRanks);
   std::map<int, WaitState> answers() const;

@@ -4,14 +4,11 @@
 #include <memory>
 #include <string>
 
-#include "engines/message/costs.hpp"
 #include "engines/message/transport.hpp"
 
 namespace lockstep::message {
 
 /// The engine of that name, which implements every operation by messages over `transport`.
-/// `costs`: the same on all ranks.
-std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Transport> transport,
-                             const Costs& costs);
+std::unique_ptr<Engine> make(std::string name, std::unique_ptr<Transport> transport);
 
 }  // namespace lockstep::message

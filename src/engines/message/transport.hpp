@@ -20,18 +20,13 @@
 
 namespace lockstep::message {
 
-/// Which rank another rank waits for in the exchanges of its channel, and how far it is in its
-/// rounds.
+/// For which ranks another rank waits in the exchanges of its channel.
 struct WaitState {
-  static constexpr std::int32_t kNone = -1;
-
-  std::int32_t rank = kNone;  ///< whose wait state
-  /// The rank whose message it waits for; kNone: it has them all; its own: it does not wait yet.
-  std::int32_t awaited = kNone;
-  std::uint64_t number = 0;  ///< of its last exchange in rounds, the same on all ranks
-  /// How many of the ranks rank, rank - 1, ... it knows to have begun that exchange.
-  std::int32_t n_known = 0;
-  Header header{};  ///< of its call
+  std::int32_t rank = -1;  ///< whose wait state
+  /// The ranks whose messages it waits for, or the first of them; none if it does not wait.
+  internal::PeerList awaited{};
+  std::uint64_t number = 0;  ///< of its last collective, if the channel has levels
+  Header header{};           ///< of that
 };
 static_assert(std::is_trivially_copyable_v<WaitState>);
 
@@ -40,7 +35,7 @@ struct ControlMessage {
   enum class Kind : std::int32_t {
     failure,       ///< the channel is dead
     departure,     ///< the culprit leaves the world: peer_left, or peer_failed with its reason
-    status_query,  ///< of wait_state.rank, to ranks that have begun exchange wait_state.number
+    status_query,  ///< of wait_state.rank, to ranks that have begun collective wait_state.number
     status_reply,  ///< the answer
     refusal,  ///< of wait_state.rank, after its call wait_state.number; see MessageChannel::refuse
   };
@@ -119,11 +114,10 @@ class Transport {
   /// How often to poll before an exchange, which may not have to wait and so not poll at all.
   virtual int n_polls_before_exchange() noexcept { return 1; }
 
-  /// Up to this many ranks, direct messages between all pairs are faster than rounds.
+  /// Up to this many ranks exchange short messages directly, every two of them.
   static constexpr int kMaxDirect = 8;
-  /// Whether wait() returns often while it waits, to answer the query for which rank this one
-  /// waits. Exchanges of more than kMaxDirect ranks then take several rounds, for which such a
-  /// channel also takes_shorter_messages().
+  /// Whether wait() returns often while it waits, to answer the query for which ranks this one
+  /// waits. More than kMaxDirect ranks then exchange short messages in levels.
   virtual bool answers_status_queries() const noexcept { return false; }
 
   static constexpr std::int32_t kWorld = 1;  // 0: for messages of the transport's own

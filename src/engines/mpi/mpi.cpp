@@ -50,7 +50,7 @@ struct ControlBytes {
   std::int32_t culprit;
   internal::PeerList peers;
   message::WaitState wait_state;
-  std::array<char, 3784> text;  // to its null
+  std::array<char, 3720> text;  // to its null
 
   std::size_t n_bytes() const {
     return offsetof(ControlBytes, text) + base::text_in(text).size() + 1;
@@ -400,8 +400,7 @@ std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   auto engine =
       message::make("mpi",
                     std::make_unique<Transport>(mpi, std::move(group), last_channel, hosts, rank,
-                                                n_ranks, std::move(why_one_thread)),
-                    message::parse_costs(world.env.network));
+                                                n_ranks, std::move(why_one_thread)));
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;
 }

@@ -136,7 +136,6 @@ Backend::Joined join(const Config& config, const Membership& membership,
                      std::chrono::milliseconds timeout, std::source_location where) {
   const std::string& name = config.name;
   const Env env = Env::read();
-  const message::Costs costs = message::parse_costs(env.network);
   const Call barrier{.op = Op::barrier,
                      .check = env.check,
                      .group = name,
@@ -166,13 +165,13 @@ Backend::Joined join(const Config& config, const Membership& membership,
     auto wire = nn::detail::Wire::make(group_between_hosts(config, membership),
                                        c10::intrusive_ptr<c10d::Store>());
     engine = hierarchical::make(
-        message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire)), costs),
+        message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire))),
         membership.hosts, barrier, env.tune);
     recorder = internal::Recorder::in_process(membership.rank, membership.size());
   }
   std::shared_ptr<shared::TaggedMessages> messages;
   internal::leave_on_exception(*engine, [&] {
-    if (membership.size() > 1) internal::compare_settings(*engine, barrier, costs);
+    if (membership.size() > 1) internal::compare_settings(*engine, barrier);
     if (shared_engine != nullptr) {
       Call allocate = barrier;
       allocate.op = Op::allocate;

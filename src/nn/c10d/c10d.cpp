@@ -234,9 +234,8 @@ engines::Availability available(const internal::World&) {
 template <bool kIsGloo>
 engines::JoinedEngine join(internal::World& world, const Call& barrier) {
   constexpr std::string_view kName = kIsGloo ? "gloo" : "nccl";
-  auto engine =
-      message::make(std::string(kName), std::make_unique<Transport>(connect(kName, world, barrier)),
-                    message::parse_costs(world.env.network));
+  auto engine = message::make(std::string(kName),
+                              std::make_unique<Transport>(connect(kName, world, barrier)));
   // No rank may proceed, and possibly exit, while peers are still connecting.
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return {.engine = std::move(engine)};
@@ -255,9 +254,7 @@ Group nn::make_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::
   std::string backend = process_group->getBackendName();
   auto wire = detail::Wire::make(std::move(process_group), c10::intrusive_ptr<c10d::Store>());
   return Group(
-      // Only init_dist compares LOCKSTEP_NETWORK between the ranks, so it is not used here.
-      message::make(std::move(backend), std::make_unique<detail::Transport>(std::move(wire)),
-                    message::Costs{}),
+      message::make(std::move(backend), std::make_unique<detail::Transport>(std::move(wire))),
       std::move(name), timeout,
       internal::session() != nullptr ? internal::session()->world().env.check : Env::read().check);
 }

@@ -15,7 +15,7 @@
 namespace lockstep::nn::detail {
 namespace {
 
-/// In a group with rounds, a rank that waits looks this often for status queries.
+/// Over Gloo, a rank that waits looks this often for status queries.
 constexpr std::chrono::milliseconds kControlInterval{50};
 
 std::vector<int> all_ranks_of(const Wire& wire) {

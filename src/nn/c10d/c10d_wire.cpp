@@ -61,7 +61,7 @@ struct Wire::ControlBytes {
   internal::PeerList peers;
   message::WaitState wait_state;
   std::int32_t n_text;
-  std::array<char, 65536 - 180> text;  // n_text bytes of it are sent
+  std::array<char, 65536 - 244> text;  // n_text bytes of it are sent
 
   std::size_t n_bytes() const {
     return offsetof(ControlBytes, text) + static_cast<std::size_t>(n_text);

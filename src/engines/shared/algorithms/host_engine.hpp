@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <lockstep/engine.hpp>
 #include <memory>
 
@@ -24,15 +23,6 @@ class HostEngine : public internal::NativeEngine {
   /// Writes the rank's flight record, in memory that the segment's other processes can read and
   /// that outlives the rank.
   virtual std::shared_ptr<internal::Recorder> recorder() const noexcept = 0;
-
-  /// For `at_most` from now, the other ranks do not count this rank as late, unless its process is
-  /// stopped: it works elsewhere on behalf of them all.
-  virtual void extend_deadline(std::chrono::nanoseconds at_most) noexcept = 0;
-
-  /// Enclose a call over another engine: what the other ranks report about this one if they time
-  /// out waiting for it. begin throws if this engine has already failed.
-  virtual void begin_between_hosts(const Call& call) = 0;
-  virtual void end_between_hosts() noexcept = 0;
 
   /// Collective. Sends and receives with tags between the ranks of this engine, which must outlive
   /// the result; null on all ranks if one of them may not access another's memory

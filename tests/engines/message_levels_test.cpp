@@ -1,15 +1,17 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <chrono>
 #include <lockstep/error.hpp>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "conformance/reference.hpp"
 #include "support/message_network.hpp"
 #include "support/waiting.hpp"
 
@@ -52,21 +54,21 @@ void expect_sums(const std::vector<float>& data, int n_ranks, std::size_t first 
   for (std::size_t i = 0; i < data.size(); ++i) ASSERT_EQ(data[i], sum_of(n_ranks, first + i)) << i;
 }
 
-class MessageRoundsTest : public ::testing::TestWithParam<int> {
+class MessageLevelsTest : public ::testing::TestWithParam<int> {
  protected:
   const int n = GetParam();
   const std::size_t n_ranks = static_cast<std::size_t>(n);
 };
 // At most eight ranks send from each to each.
-INSTANTIATE_TEST_SUITE_P(Ranks, MessageRoundsTest, ::testing::Values(3, 8, 9, 16, 21, 64),
+INSTANTIATE_TEST_SUITE_P(Ranks, MessageLevelsTest, ::testing::Values(3, 8, 9, 16, 21, 64, 72),
                          [](const auto& n) { return "ranks_" + std::to_string(n.param); });
 
-/// In the header's message, passed on, in rounds of slices, from each to each.
-constexpr std::size_t kRoundsCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 4'096, 4'097, 70'001};
+/// In the header's message, in slices, from each to each.
+constexpr std::size_t kCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 4'096, 4'097, 70'001};
 
-TEST_P(MessageRoundsTest, reductions) {
+TEST_P(MessageLevelsTest, reductions) {
   run_message_ranks(n, [&](Engine& engine) {
-    for (const std::size_t count : kRoundsCounts) {
+    for (const std::size_t count : kCounts) {
       auto data = values_of(engine.rank(), count);
       engine.run(call_of(Op::all_reduce, count, data.data(), data.data()));
       expect_sums(data, n);
@@ -82,7 +84,44 @@ TEST_P(MessageRoundsTest, reductions) {
   });
 }
 
-TEST_P(MessageRoundsTest, reduce_scatter) {
+/// Through levels, in slices, and directly.
+TEST_P(MessageLevelsTest, sums_have_the_bits_of_the_tree) {
+  using test::Bytes;
+  for (const DType dtype : {DType::bf16, DType::f32, DType::f64}) {
+    for (const ReduceOp op : {ReduceOp::sum, ReduceOp::mean}) {
+      for (const std::size_t count : {std::size_t{67}, std::size_t{1'999}, 300 * n_ranks}) {
+        const Bytes expected = test::reduced(dtype, op, count, /*seed=*/count, n);
+        const auto run = [&](Engine& engine, Op which) {
+          Bytes in = test::values(dtype, count, /*seed=*/count, engine.rank());
+          Bytes out = in;
+          const bool is_scattered = which == Op::reduce_scatter;
+          const std::size_t part = is_scattered ? count / n_ranks : count;
+          Call call =
+              call_of(which, part, is_scattered ? in.data() : out.data(), out.data(), n - 1);
+          call.dtype = dtype;
+          call.reduce = op;
+          engine.run(call);
+          out.resize(part * size_of(dtype));
+          return out;
+        };
+        run_message_ranks(n, [&](Engine& engine) {
+          ASSERT_EQ(run(engine, Op::all_reduce), expected) << name_of(dtype) << ' ' << count;
+          const Bytes at_root = run(engine, Op::reduce);
+          if (engine.rank() == n - 1) {
+            ASSERT_EQ(at_root, expected) << name_of(dtype) << ' ' << count;
+          }
+          if (count % n_ranks != 0) return;
+          const Bytes part = run(engine, Op::reduce_scatter);
+          ASSERT_TRUE(std::equal(
+              part.begin(), part.end(),
+              expected.begin() + static_cast<std::ptrdiff_t>(part.size()) * engine.rank()));
+        });
+      }
+    }
+  }
+}
+
+TEST_P(MessageLevelsTest, reduce_scatter) {
   run_message_ranks(n, [&](Engine& engine) {
     for (const std::size_t count : {1, 7, 100, 1'100, 4'096, 4'097}) {
       const auto in = values_of(engine.rank(), count * n_ranks);
@@ -93,9 +132,9 @@ TEST_P(MessageRoundsTest, reduce_scatter) {
   });
 }
 
-TEST_P(MessageRoundsTest, broadcast_from_every_root) {
+TEST_P(MessageLevelsTest, broadcast_from_every_root) {
   run_message_ranks(n, [&](Engine& engine) {
-    for (const std::size_t count : kRoundsCounts) {
+    for (const std::size_t count : kCounts) {
       for (int root = 0; root<n; root += count> 2'000 ? 7 : 1) {
         auto data = values_of(engine.rank(), count);
         engine.run(call_of(Op::broadcast, count, data.data(), data.data(), root));
@@ -105,7 +144,7 @@ TEST_P(MessageRoundsTest, broadcast_from_every_root) {
   });
 }
 
-TEST_P(MessageRoundsTest, gather_scatter_all_gather_all_to_all) {
+TEST_P(MessageLevelsTest, gather_scatter_all_gather_all_to_all) {
   run_message_ranks(n, [&](Engine& engine) {
     const int rank = engine.rank();
     for (const std::size_t count : {1, 16, 100, 1'000, 4'096, 4'097}) {
@@ -139,7 +178,7 @@ TEST_P(MessageRoundsTest, gather_scatter_all_gather_all_to_all) {
   });
 }
 
-TEST_P(MessageRoundsTest, parts_of_different_sizes) {
+TEST_P(MessageLevelsTest, parts_of_different_sizes) {
   run_message_ranks(n, [&](Engine& engine) {
     for (const std::size_t most : {2, 50, 900}) {
       std::vector<std::size_t> counts;
@@ -159,9 +198,9 @@ TEST_P(MessageRoundsTest, parts_of_different_sizes) {
   });
 }
 
-TEST_P(MessageRoundsTest, without_comparing_calls) {
+TEST_P(MessageLevelsTest, without_comparing_calls) {
   run_message_ranks(n, [&](Engine& engine) {
-    for (const std::size_t count : kRoundsCounts) {
+    for (const std::size_t count : kCounts) {
       auto data = values_of(engine.rank(), count);
       Call call = call_of(Op::all_reduce, count, data.data(), data.data());
       call.check = Check::off;
@@ -171,7 +210,7 @@ TEST_P(MessageRoundsTest, without_comparing_calls) {
   });
 }
 
-TEST_P(MessageRoundsTest, split_and_messages_between_two_ranks) {
+TEST_P(MessageLevelsTest, split_and_messages_between_two_ranks) {
   run_message_ranks(n, [&](Engine& engine) {
     const int rank = engine.rank();
     const auto part = engine.split(call_of(Op::split, 0, nullptr, nullptr), rank % 2, -rank);
@@ -193,7 +232,7 @@ TEST_P(MessageRoundsTest, split_and_messages_between_two_ranks) {
 
 /// The text of the E that `run` throws.
 template <class E, class Run>
-std::string error_of_rounds(const Run& run) {
+std::string error_of(const Run& run) {
   try {
     run();
   } catch (const E& error) {
@@ -202,13 +241,13 @@ std::string error_of_rounds(const Run& run) {
   throw std::runtime_error("no error of the expected type");
 }
 
-TEST_P(MessageRoundsTest, every_rank_gets_the_table_of_different_calls) {
+TEST_P(MessageLevelsTest, every_rank_gets_the_table_of_different_calls) {
   std::mutex mutex;
   std::vector<std::string> texts;
   run_message_ranks(n, [&](Engine& engine) {
     std::vector<float> data(100);
     const auto count = engine.rank() == 1 ? std::size_t{100} : std::size_t{10};
-    const std::string text = error_of_rounds<MismatchError>(
+    const std::string text = error_of<MismatchError>(
         [&] { engine.run(call_of(Op::all_reduce, count, data.data(), data.data())); });
     const std::lock_guard lock(mutex);
     texts.push_back(text);
@@ -217,11 +256,40 @@ TEST_P(MessageRoundsTest, every_rank_gets_the_table_of_different_calls) {
   EXPECT_NE(texts[0].find("100"), std::string::npos) << texts[0];
 }
 
-TEST_P(MessageRoundsTest, a_send_beside_a_collective_is_a_mismatch) {
+TEST_P(MessageLevelsTest, the_table_of_parts_that_disagree_has_every_rank) {
+  if (n <= 8) GTEST_SKIP() << "one part";
+  std::mutex mutex;
+  std::vector<std::string> texts;
+  run_message_ranks(n, [&](Engine& engine) {
+    std::vector<float> data(100);
+    const bool is_other = engine.rank() / 8 == 1;
+    const std::string text = error_of<MismatchError>([&] {
+      // What has completed on some ranks of the other part fails in their next call.
+      for (;;) {
+        engine.run(call_of(Op::all_reduce, is_other ? data.size() : 10U, data.data(), data.data()));
+      }
+    });
+    const std::lock_guard lock(mutex);
+    texts.push_back(text);
+  });
+  const auto range = [](int first, int last) {
+    return first == last ? std::to_string(first) : fmt::format("{}-{}", first, last);
+  };
+  const std::string others = range(8, std::min(n, 16) - 1);
+  const int end = std::min(n, 64);  // of the leaders that have compared
+  const std::string rest = n <= 16 ? "0-7" : "0-7, " + range(16, end - 1);
+  for (const std::string& text : texts) {
+    EXPECT_EQ(text, texts[0]);
+    EXPECT_NE(text.find("\n  " + others + " "), std::string::npos) << text;
+    EXPECT_NE(text.find("\n  " + rest + " "), std::string::npos) << text;
+  }
+}
+
+TEST_P(MessageLevelsTest, a_send_beside_a_collective_is_a_mismatch) {
   // Rank 0 sends to rank 2, which calls the barrier as all others.
   run_message_ranks(n, [&](Engine& engine) {
     float data = 0;
-    const std::string text = error_of_rounds<MismatchError>([&] {
+    const std::string text = error_of<MismatchError>([&] {
       engine.run(engine.rank() == 0 ? call_of(Op::send, 1, &data, nullptr, /*root=*/2)
                                     : call_of(Op::barrier, 0, nullptr, nullptr));
     });
@@ -230,7 +298,7 @@ TEST_P(MessageRoundsTest, a_send_beside_a_collective_is_a_mismatch) {
   });
 }
 
-TEST_P(MessageRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
+TEST_P(MessageLevelsTest, late_ranks_are_named_not_those_that_wait_for_them) {
   const int n_late = n == 3 ? 1 : 2;  // from rank 1 on; at least two wait
   MessageNetwork network(n);
   network.end_calls_when_all_wait([](int rank) { return rank == 0; });
@@ -243,8 +311,8 @@ TEST_P(MessageRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
           EXPECT_TRUE(test::wait_until([&] { return n_failed == n - n_late; }));
           return;
         }
-        const std::string text = error_of_rounds<TimeoutError>(
-            [&] { engine.run(call_of(Op::barrier, 0, nullptr, nullptr)); });
+        const std::string text =
+            error_of<TimeoutError>([&] { engine.run(call_of(Op::barrier, 0, nullptr, nullptr)); });
         ++n_failed;
         const char* const named =
             n_late == 1 ? "waited 60 s for rank 1 of" : "waited 60 s for ranks 1, 2 of";
@@ -253,32 +321,34 @@ TEST_P(MessageRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
       &network);
 }
 
-TEST_P(MessageRoundsTest, a_rank_that_stops_in_a_call_is_named) {
+TEST_P(MessageLevelsTest, a_rank_that_stops_in_a_call_is_named) {
   MessageNetwork network(n);
   std::atomic<int> n_failed = 0;
-  // Its second start: in rounds, after its first message has been received.
+  // Its second start: where there are levels, others have completed the first call, or still wait
+  // for what it would pass on.
+  const int stopped = n > 8 ? 8 : 1;
   network.on_start([&](int rank, int n_started) {
-    if (rank != 1 || n_started != (n > 8 ? 2 : 1)) return;
+    if (rank != stopped || n_started != (n > 8 ? 2 : 1)) return;
     network.stop();
     EXPECT_TRUE(test::wait_until([&] { return n_failed == n - 1; }));
   });
-  // Ranks with odd numbers still wait in the first call, others already in the second.
   network.end_calls_when_all_wait([](int rank) { return rank % 2 == 0; });
   run_message_ranks(
       n,
       [&](Engine& engine) {
         const Call call = call_of(Op::barrier, 0, nullptr, nullptr);
         // Some may complete the first: no message of that rank is missing there.
-        const std::string text = error_of_rounds<TimeoutError>([&] {
+        const std::string text = error_of<TimeoutError>([&] {
           for (;;) engine.run(call);
         });
         ++n_failed;
-        EXPECT_NE(text.find("waited 60 s for rank 1 of"), std::string::npos) << text;
+        EXPECT_NE(text.find(fmt::format("waited 60 s for rank {} of", stopped)), std::string::npos)
+            << text;
       },
       &network);
 }
 
-TEST_P(MessageRoundsTest, a_rank_that_left_is_named) {
+TEST_P(MessageLevelsTest, a_rank_that_left_is_named) {
   std::atomic<bool> has_left = false;
   run_message_ranks(n, [&](Engine& engine) {
     if (engine.rank() == 1) {
@@ -287,46 +357,55 @@ TEST_P(MessageRoundsTest, a_rank_that_left_is_named) {
       return;
     }
     const std::string text =
-        error_of_rounds<PeerFailed>([&] { engine.run(call_of(Op::barrier, 0, nullptr, nullptr)); });
+        error_of<PeerFailed>([&] { engine.run(call_of(Op::barrier, 0, nullptr, nullptr)); });
     EXPECT_EQ(text, "rank 1 failed: no more sheets");
   });
 }
 
-TEST_P(MessageRoundsTest, messages_grow_with_the_logarithm_of_ranks) {
-  const auto n_rounds = static_cast<std::uint64_t>(std::bit_width(static_cast<unsigned>(n - 1)));
-  const std::uint64_t once = n <= 8 ? static_cast<std::uint64_t>(n - 1) : n_rounds;
-  struct Expected {
-    Op op;
-    std::size_t count;
-    std::uint64_t n_messages;
-  };
-  for (const Expected& expected :
-       {Expected{Op::barrier, 0, once}, Expected{Op::all_reduce, 2, once},
-        Expected{Op::broadcast, 2, once}, Expected{Op::all_gather, 2, once},
-        Expected{Op::gather, 300, 2 * once}, Expected{Op::scatter, 300, 2 * once},
-        Expected{Op::all_reduce, 300, 3 * once}, Expected{Op::all_reduce, 2'000, 3 * once},
-        Expected{Op::broadcast, 300, 2 * once}, Expected{Op::all_to_all, 2, 2 * once}}) {
-    // With few ranks, rounds are no faster for these.
-    if (n < 64 && (expected.count == 2'000 || expected.op == Op::broadcast ||
-                   expected.op == Op::all_to_all)) {
-      continue;
-    }
+/// What the rank with the most messages sends, or receives, in a short call: the first of a part,
+/// to its part and back, and on each level between parts.
+std::uint64_t most_messages(int n) {
+  if (n <= 8) return static_cast<std::uint64_t>(n - 1);
+  return 2 * 7 + most_messages((n + 7) / 8);
+}
+
+TEST_P(MessageLevelsTest, messages_grow_with_the_logarithm_of_ranks) {
+  for (const Op op : {Op::barrier, Op::all_reduce, Op::reduce, Op::broadcast, Op::all_gather,
+                      Op::gather, Op::scatter, Op::reduce_scatter, Op::all_to_all}) {
+    if (op == Op::all_to_all && n > 64) continue;  // what a leader passes on is long
     MessageNetwork network(n);
     run_message_ranks(
         n,
         [&](Engine& engine) {
-          std::vector<float> in(expected.count * n_ranks), out(in.size());
-          engine.run(call_of(expected.op, expected.count, in.data(), out.data()));
+          std::vector<float> in(2 * n_ranks), out(in.size());
+          engine.run(call_of(op, op == Op::barrier ? 0 : 2, in.data(), out.data()));
         },
         &network);
-    EXPECT_LE(network.most().n_messages, expected.n_messages) << name_of(expected.op);
-    if (expected.n_messages == once) {
-      EXPECT_LE(network.most().n_bytes, expected.n_messages * 128 + n_ranks * 64);
+    EXPECT_LE(network.most().n_messages, most_messages(n)) << name_of(op);
+  }
+}
+
+TEST_P(MessageLevelsTest, long_data_goes_from_each_to_each) {
+  if (n <= 8) GTEST_SKIP() << "of more than 8 ranks";
+  // 512 B of each rank are the most that levels pass on.
+  for (const auto& [count, n_direct] : {std::pair{128, 0}, std::pair{129, n - 1}}) {
+    MessageNetwork network(n);
+    run_message_ranks(
+        n,
+        [&, part = static_cast<std::size_t>(count)](Engine& engine) {
+          std::vector<float> data(part * n_ranks);
+          engine.run(call_of(Op::reduce_scatter, part, data.data(), data.data() + part));
+        },
+        &network);
+    if (n_direct > 0) {
+      EXPECT_GE(network.most().n_messages, static_cast<std::uint64_t>(n_direct));
+    } else {
+      EXPECT_LE(network.most().n_bytes, 3 * 8 * static_cast<std::uint64_t>(count) * 4 * n_ranks);
     }
   }
 }
 
-TEST_P(MessageRoundsTest, up_to_eight_ranks_send_16_kib_behind_the_header) {
+TEST_P(MessageLevelsTest, up_to_eight_ranks_send_16_kib_behind_the_header) {
   if (n > 8) return;
   constexpr std::size_t kHeader = 64;
   const auto n_others = static_cast<std::uint64_t>(n - 1);
@@ -346,7 +425,6 @@ TEST_P(MessageRoundsTest, up_to_eight_ranks_send_16_kib_behind_the_header) {
   };
   for (const Op op : {Op::all_reduce, Op::all_gather, Op::broadcast, Op::reduce, Op::gather,
                       Op::scatter, Op::reduce_scatter, Op::all_to_all}) {
-    // By the cost model.
     const bool is_in_slices =
         n > 2 && (op == Op::all_reduce || op == Op::broadcast || op == Op::reduce);
     for (const std::size_t n_bytes : {0, 1, 1'000, 16 << 10}) {
@@ -359,13 +437,13 @@ TEST_P(MessageRoundsTest, up_to_eight_ranks_send_16_kib_behind_the_header) {
   }
 }
 
-TEST_P(MessageRoundsTest, a_long_message_beside_a_short_one_is_a_mismatch) {
+TEST_P(MessageLevelsTest, a_long_message_beside_a_short_one_is_a_mismatch) {
   constexpr std::size_t kLongest = 4'096;
   for (const std::size_t count : {kLongest, kLongest + 1}) {
     run_message_ranks(n, [&](Engine& engine) {
       std::vector<float> data(count);
       const bool is_other = engine.rank() == 1;
-      error_of_rounds<MismatchError>([&] {
+      error_of<MismatchError>([&] {
         engine.run(call_of(is_other ? Op::all_reduce : Op::barrier, is_other ? count : 0,
                            data.data(), data.data()));
       });
@@ -373,7 +451,7 @@ TEST_P(MessageRoundsTest, a_long_message_beside_a_short_one_is_a_mismatch) {
     run_message_ranks(n, [&](Engine& engine) {
       std::vector<float> data(count);
       if (engine.rank() > 1) return;
-      error_of_rounds<MismatchError>([&] {
+      error_of<MismatchError>([&] {
         engine.run(engine.rank() == 0 ? call_of(Op::send, count, data.data(), nullptr, 1)
                                       : call_of(Op::recv, count - 1, nullptr, data.data(), 0));
       });
@@ -381,12 +459,17 @@ TEST_P(MessageRoundsTest, a_long_message_beside_a_short_one_is_a_mismatch) {
   }
 }
 
-/// A network on which messages are long from some 30 bytes on.
-const Costs kSlowNetwork = parse_costs("0.01us,1Gbit");
-/// Starts of exchanges that compare calls.
-int n_rounds_of(int n) { return n <= 8 ? 1 : std::bit_width(static_cast<unsigned>(n - 1)); }
+/// Starts of exchanges before long data: of a rank that is not the first of its part; of rank 0.
+int n_starts_before(int n) { return n <= 8 ? 1 : 2; }
+int n_starts_of_0_before(int n) { return n <= 8 ? 1 : 2 + n_starts_of_0_before((n + 7) / 8); }
 
-TEST_P(MessageRoundsTest, long_messages_are_sent_in_windows) {
+/// Long enough for windows, between few ranks: the test has the memory of all.
+class MessageWindowsTest : public MessageLevelsTest {};
+INSTANTIATE_TEST_SUITE_P(Ranks, MessageWindowsTest, ::testing::Values(3, 8, 9, 16, 21),
+                         [](const auto& of) { return "ranks_" + std::to_string(of.param); });
+constexpr std::size_t kInWindows = 17'000;  // floats of a message
+
+TEST_P(MessageWindowsTest, long_messages_are_sent_in_windows) {
   MessageNetwork network(n);
   std::atomic<int> most_started = 0;
   network.on_start([&](int rank, int n_started) {
@@ -408,21 +491,21 @@ TEST_P(MessageRoundsTest, long_messages_are_sent_in_windows) {
                                    out.begin() + q * static_cast<std::ptrdiff_t>(count)));
           }
         },
-        &network, kSlowNetwork);
+        &network);
   };
   const int n_windows = n <= 8 ? 1 : (n + 7) / 8;
-  run(Op::all_to_all, 4'500);
-  EXPECT_EQ(most_started, n_rounds_of(n) + n_windows);
+  run(Op::all_to_all, kInWindows);
+  EXPECT_EQ(most_started, n_starts_of_0_before(n) + n_windows);
   const int before = most_started;
-  run(Op::all_reduce, 70'001);
-  EXPECT_EQ(most_started - before, n_rounds_of(n) + 2 * n_windows);
+  run(Op::all_reduce, kInWindows * n_ranks);
+  EXPECT_EQ(most_started - before, n_starts_of_0_before(n) + 2 * n_windows);
 }
 
-TEST_P(MessageRoundsTest, a_rank_that_stops_between_windows_is_named) {
+TEST_P(MessageWindowsTest, a_rank_that_stops_between_windows_is_named) {
   MessageNetwork network(n);
   std::atomic<int> n_failed = 0;
   network.on_start([&](int rank, int n_started) {
-    if (rank != 1 || n_started != n_rounds_of(n) + (n > 8 ? 2 : 1)) return;
+    if (rank != 1 || n_started != n_starts_before(n) + (n > 8 ? 2 : 1)) return;
     network.stop();
     EXPECT_TRUE(test::wait_until([&] { return n_failed == n - 1; }));
   });
@@ -430,17 +513,17 @@ TEST_P(MessageRoundsTest, a_rank_that_stops_between_windows_is_named) {
   run_message_ranks(
       n,
       [&](Engine& engine) {
-        std::vector<float> data(70'001);
+        std::vector<float> data(kInWindows * n_ranks);
         const Call call = call_of(Op::all_reduce, data.size(), data.data(), data.data());
-        const std::string text = error_of_rounds<TimeoutError>([&] { engine.run(call); });
+        const std::string text = error_of<TimeoutError>([&] { engine.run(call); });
         ++n_failed;
         EXPECT_NE(text.find("waited 60 s for rank 1 of"), std::string::npos) << text;
       },
-      &network, kSlowNetwork);
+      &network);
 }
 
 // Each has little room behind its header.
-TEST(MessageRoundsManyTest, a_split_of_more_than_512_ranks) {
+TEST(MessageLevelsManyTest, a_split_of_more_than_512_ranks) {
   constexpr int kRanks = 520, kParts = 130;
   run_message_ranks(kRanks, [](Engine& engine) {
     const int rank = engine.rank(), color = rank % kParts;
@@ -453,14 +536,15 @@ TEST(MessageRoundsManyTest, a_split_of_more_than_512_ranks) {
   });
 }
 
-TEST(MessageRoundsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_waits_for) {
+TEST(MessageLevelsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_waits_for) {
   constexpr int kRanks = 16, kLate = 9, kRoot = 5;
   for (const Check check : {Check::light, Check::off}) {
     MessageNetwork network(kRanks);
     std::atomic<int> n_failed = 0;
     // It has sent the slices of a reduce, and not its sum.
+    const int n_before = check == Check::off ? 0 : n_starts_before(kRanks);
     network.on_start([&](int rank, int n_started) {
-      if (rank != kLate || n_started != 2 + (check == Check::off ? 0 : n_rounds_of(kRanks))) return;
+      if (rank != kLate || n_started != 2 + n_before) return;
       network.stop();
       EXPECT_TRUE(test::wait_until([&] { return n_failed == kRanks - 1; }));
     });
@@ -471,7 +555,7 @@ TEST(MessageRoundsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_wai
           std::vector<float> data(4'097);
           Call call = call_of(Op::reduce, data.size(), data.data(), data.data(), kRoot);
           call.check = check;
-          const std::string text = error_of_rounds<TimeoutError>([&] {
+          const std::string text = error_of<TimeoutError>([&] {
             for (;;) engine.run(call);
           });
           ++n_failed;
@@ -481,30 +565,30 @@ TEST(MessageRoundsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_wai
   }
 }
 
-TEST_P(MessageRoundsTest, a_rank_that_fails_between_windows_is_named) {
+TEST_P(MessageWindowsTest, a_rank_that_fails_between_windows_is_named) {
   MessageNetwork network(n);
   network.on_start([&](int rank, int n_started) {
-    if (rank == 1 && n_started == n_rounds_of(n) + (n > 8 ? 2 : 1)) {
+    if (rank == 1 && n_started == n_starts_before(n) + (n > 8 ? 2 : 1)) {
       throw std::runtime_error("no more sheets");
     }
   });
   run_message_ranks(
       n,
       [&](Engine& engine) {
-        std::vector<float> data(70'001);
+        std::vector<float> data(kInWindows * n_ranks);
         const Call call = call_of(Op::all_reduce, data.size(), data.data(), data.data());
         if (engine.rank() == 1) {
           EXPECT_THROW(engine.run(call), std::runtime_error);
           engine.abandon("no more sheets");  // as the group does
           return;
         }
-        const std::string text = error_of_rounds<PeerFailed>([&] { engine.run(call); });
+        const std::string text = error_of<PeerFailed>([&] { engine.run(call); });
         EXPECT_EQ(text, "rank 1 failed: no more sheets");
       },
-      &network, kSlowNetwork);
+      &network);
 }
 
-TEST_P(MessageRoundsTest, a_root_does_not_send_its_data_to_every_rank) {
+TEST_P(MessageLevelsTest, a_root_does_not_send_its_data_to_every_rank) {
   for (const Op op : {Op::broadcast, Op::reduce}) {
     const std::size_t count = 16 << 10;
     MessageNetwork network(n);
