@@ -34,7 +34,7 @@ mutations|45|only when named: faults seeded one at a time, each of which `./dev 
 # ignored, there is no seccomp, exec starts none of its programs, the counter of time is slow; a forked child cannot
 # make a thread if the process that forked had one (as after solo). Then what takes long, as 64 ranks do (/5).
 under_qemu='-LivenessTest.*:FailuresOfProcesses.*:HierarchicalProcessTest.*:ProcessStateTest.*:*DeathTest.*'
-under_qemu+=':TicksTest.*:SyncMasterStress.*:*MessageRoundsTest.*/5:*/solo'
+under_qemu+=':TicksTest.*:SyncMasterStress.*:*MessageLevelsTest.*/5:*/solo'
 under_qemu+=':*callbacks_without_another_thread*:*/*_4:*/*_8:*/*_16:*/*_64:*ten_thousand*:LargeObjectsTest.*:*messages_past*:DiagnosticsTest.*'
 
 run_stage() {

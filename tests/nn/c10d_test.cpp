@@ -292,14 +292,14 @@ TEST(C10dTest, different_calls_give_a_table_on_every_rank) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-// More than eight ranks exchange in rounds.
+// More than eight ranks exchange short messages in levels.
 constexpr int kManyRanks = 11;
 
 void expect_all_zero(const std::vector<int>& statuses) {
   EXPECT_EQ(statuses, std::vector<int>(statuses.size(), 0));
 }
 
-TEST(C10dRoundsTest, data_of_many_ranks) {
+TEST(C10dLevelsTest, data_of_many_ranks) {
   expect_all_zero(over_gloo(kManyRanks, [] {
     const int rank = get_rank();
     EXPECT_EQ(all_reduce_value(rank), 55);
@@ -326,7 +326,7 @@ TEST(C10dRoundsTest, data_of_many_ranks) {
   }));
 }
 
-TEST(C10dRoundsTest, every_rank_gets_the_table_of_different_calls) {
+TEST(C10dLevelsTest, every_rank_gets_the_table_of_different_calls) {
   expect_all_zero(over_gloo(kManyRanks, [] {
     std::vector<float> data(get_rank() == 7 ? 7 : 8);
     expect_error<MismatchError>([&] { lockstep::all_reduce(data); },
@@ -334,7 +334,7 @@ TEST(C10dRoundsTest, every_rank_gets_the_table_of_different_calls) {
   }));
 }
 
-TEST(C10dRoundsTest, a_recv_beside_a_collective_is_a_mismatch) {
+TEST(C10dLevelsTest, a_recv_beside_a_collective_is_a_mismatch) {
   expect_all_zero(over_gloo(kManyRanks, [] {
     std::vector<float> data(8);
     expect_error<MismatchError>(
@@ -342,7 +342,7 @@ TEST(C10dRoundsTest, a_recv_beside_a_collective_is_a_mismatch) {
   }));
 }
 
-TEST(C10dRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
+TEST(C10dLevelsTest, late_ranks_are_named_not_those_that_wait_for_them) {
   expect_all_zero(over_gloo(kManyRanks, [] {
     const Group world = default_group(), other = world.duplicate();
     const bool is_late = get_rank() == 4 || get_rank() == 9;
@@ -358,7 +358,7 @@ TEST(C10dRoundsTest, late_ranks_are_named_not_those_that_wait_for_them) {
   }));
 }
 
-TEST(C10dRoundsTest, a_killed_rank_is_named_on_every_rank) {
+TEST(C10dLevelsTest, a_killed_rank_is_named_on_every_rank) {
   const auto statuses = over_gloo(kManyRanks, [] {
     barrier();
     if (get_rank() == 5) ::raise(SIGKILL);

@@ -91,7 +91,8 @@ class MessageChannel {
   bool wait(const Call& call, Limit& limit, StatusQuery* query);
   bool is_impossible(StatusQuery& query);
   /// The ranks that prevent an exchange from completing in which this rank waits for `awaited`:
-  /// these, or those for which they wait, and so on, without those that are waiting themselves.
+  /// these, or those for which they wait, and so on, without those that are waiting themselves. And
+  /// ranks for which others wait in this call.
   std::vector<int> find_late(const std::map<int, WaitState>& wait_states,
                              std::vector<int> awaited) const;
   /// The states of this rank and of all ranks that reply in time.

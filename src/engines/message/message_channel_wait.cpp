@@ -141,6 +141,13 @@ std::map<int, WaitState> MessageChannel::query_wait_states(const Call& call) {
 
 std::vector<int> MessageChannel::find_late(const std::map<int, WaitState>& wait_states,
                                            std::vector<int> awaited) const {
+  // Ranks that wait elsewhere in the same call, or in an earlier one, wait for late ranks too.
+  const std::uint64_t own = wait_states.at(rank()).number;
+  for (const auto& [r, wait_state] : wait_states) {
+    if (wait_state.number > own) continue;
+    const auto theirs = wait_state.awaited.get();
+    awaited.insert(awaited.end(), theirs.begin(), theirs.end());
+  }
   std::set<int> found;
   std::vector<int> late;
   while (!awaited.empty()) {
