@@ -147,6 +147,13 @@ TEST(DoctorTest, a_misspelt_variable) {
   EXPECT_FALSE(contains(report.findings.at("variables").at("advice"), "HOME"));
 }
 
+TEST(DoctorTest, the_network_has_no_effect) {
+  const Report report = examine("", {{"LOCKSTEP_NETWORK", "25us,100Gbit"}});
+  EXPECT_EQ(report.exit_code, 0);
+  expect_says(report, "variables", "note", "LOCKSTEP_NETWORK=25us,100Gbit",
+              "LOCKSTEP_NETWORK has no effect");
+}
+
 TEST(DoctorTest, what_the_launcher_reported) {
   const std::map<std::string, std::string> mpich = {
       {"PMI_RANK", "1"}, {"PMI_SIZE", "3"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "3"}};

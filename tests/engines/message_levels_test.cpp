@@ -8,10 +8,13 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "conformance/reference.hpp"
+#include "engines/hierarchical/hierarchical.hpp"
+#include "engines/message/message_engine.hpp"
 #include "support/message_network.hpp"
 #include "support/waiting.hpp"
 
@@ -391,23 +394,33 @@ TEST_P(MessageLevelsTest, messages_grow_with_the_logarithm_of_ranks) {
 }
 
 TEST_P(MessageLevelsTest, long_data_goes_from_each_to_each) {
-  if (n <= 8) GTEST_SKIP() << "of more than 8 ranks";
+  if (n < 64) GTEST_SKIP() << "levels have as many messages";
   // 512 B of each rank are the most that levels pass on.
-  for (const auto& [count, n_direct] : {std::pair{128, 0}, std::pair{129, n - 1}}) {
+  for (const std::size_t count : {128, 129}) {
     MessageNetwork network(n);
     run_message_ranks(
         n,
-        [&, part = static_cast<std::size_t>(count)](Engine& engine) {
-          std::vector<float> data(part * n_ranks);
-          engine.run(call_of(Op::reduce_scatter, part, data.data(), data.data() + part));
+        [&](Engine& engine) {
+          std::vector<float> in(count * n_ranks), out(count);
+          engine.run(call_of(Op::reduce_scatter, count, in.data(), out.data()));
         },
         &network);
-    if (n_direct > 0) {
-      EXPECT_GE(network.most().n_messages, static_cast<std::uint64_t>(n_direct));
-    } else {
-      EXPECT_LE(network.most().n_bytes, 3 * 8 * static_cast<std::uint64_t>(count) * 4 * n_ranks);
-    }
+    const bool is_direct = network.most().n_messages >= static_cast<std::uint64_t>(n - 1);
+    EXPECT_EQ(is_direct, count == 129) << network.most().n_messages;
   }
+}
+
+TEST_P(MessageLevelsTest, without_status_queries_each_sends_to_each) {
+  MessageNetwork network(n, /*answers=*/false);
+  run_message_ranks(
+      n,
+      [&](Engine& engine) {
+        std::vector<float> data = values_of(engine.rank(), 2);
+        engine.run(call_of(Op::all_reduce, data.size(), data.data(), data.data()));
+        expect_sums(data, n);
+      },
+      &network);
+  EXPECT_EQ(network.most().n_messages, static_cast<std::uint64_t>(n - 1));
 }
 
 TEST_P(MessageLevelsTest, up_to_eight_ranks_send_16_kib_behind_the_header) {
@@ -525,6 +538,35 @@ TEST_P(MessageWindowsTest, a_rank_that_stops_between_windows_is_named) {
         EXPECT_NE(text.find("waited 60 s for rank 1 of"), std::string::npos) << text;
       },
       &network);
+}
+
+// Hosts of two ranks, whose leaders have levels of their own.
+TEST(MessageLevelsHostsTest, hosts_and_levels_are_nodes_of_one_tree) {
+  constexpr int kRanks = 22;
+  std::vector<int> hosts;
+  for (int r = 0; r < kRanks; ++r) hosts.push_back(r / 2 * 2);
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    for (const std::size_t count : {std::size_t{67}, std::size_t{5'000}}) {
+      const test::Bytes expected =
+          test::reduced(dtype, ReduceOp::mean, count, /*seed=*/count, kRanks);
+      MessageNetwork network(kRanks);
+      std::vector<std::jthread> ranks;
+      for (int rank = 0; rank < kRanks; ++rank) {
+        ranks.emplace_back([&, rank] {
+          const Call barrier = call_of(Op::barrier, 0, nullptr, nullptr);
+          const auto engine =
+              hierarchical::make(make("network", network.transport(rank)), hosts, barrier);
+          test::Bytes data = test::values(dtype, count, /*seed=*/count, rank);
+          Call call = call_of(Op::all_reduce, count, data.data(), data.data());
+          call.dtype = dtype;
+          call.reduce = ReduceOp::mean;
+          engine->run(call);
+          EXPECT_EQ(data, expected) << name_of(dtype) << ' ' << count << " rank " << rank;
+          engine->run(barrier);
+        });
+      }
+    }
+  }
 }
 
 // Each has little room behind its header.
