@@ -2,7 +2,7 @@
 """Steps of training on clusters that SimGrid simulates, for docs/growth.md. ./dev bench growth calls it.
 
 simulate PROGRAM MODULE LOG what steps take; what LOG has of this program already is kept
-draw LOG PAGE               tables of that beside the alpha-beta bound, and a picture beside the page
+draw LOG PAGE               a table of that beside the alpha-beta bound
 check PROGRAM MODULE LOG    2 and 16 hosts only; fails where a step takes too long beside the bound
 """
 import math
@@ -11,17 +11,15 @@ import subprocess
 import sys
 import tempfile
 
-from growth import CORE, HOSTS_PER_SWITCH, LINK, MESSAGE, model, put
+from growth import put
 
-HOSTS = [2, 16, 64, 256, 1024]
+HOSTS = [2, 16, 64]
 RANKS_PER_HOST = 8
 GBITS = [25, 400]
-ENGINES = ['direct', 'tree', 'halving', 'ring']
-CASES = {'all alike': (1, 0), 'a slow host': (1.25, 0), 'a late rank': (1, 0.01)}  # times, seconds
+CASES = {'all alike': 1, 'a slow host': 1.25}  # times that it computes
+LINK, MESSAGE, CORE = 0.5e-6, 0.25e-6, 10e9  # seconds, seconds, bytes/s, of cluster.hpp
+HOSTS_PER_SWITCH = 16
 PHASE, MEMORY = 1e-6, 200e9  # seconds, bytes/s, of steps.cpp
-MOST_RING = 64               # hosts: 2 (N - 1) messages of each host, one after the other
-MOST_SYNCHRONISED = 64       # hosts, but for one case: 106 exchanges in a step
-MOST_ABOVE = 0.2             # of a step's time, beside the bound
 MOST_CHECKED = 0.25          # between 16 hosts at most
 MIB = 1 << 20
 FIRST_BUCKET, BUCKET = 1 * MIB, 25 * MIB
@@ -53,15 +51,6 @@ def resnet50():
     return layers
 
 
-def transformer(width=1024, n_tokens=1024):
-    def linear(n_in, n_out):
-        return n_in * n_out, [4 * n_in * n_out, 4 * n_out], 0
-    norm = (0, [4 * width, 4 * width], 0)
-    attention = (2 * n_tokens * width, [], 0)
-    return [norm, linear(width, 3 * width), attention, linear(width, width), norm,
-            linear(width, 4 * width), linear(4 * width, width)]
-
-
 def step_of(layers, forward, is_synchronised):
     """The schedule of a step whose forward computes for so many seconds, and backward for twice."""
     total = sum(work for work, _, _ in layers)
@@ -85,9 +74,7 @@ def step_of(layers, forward, is_synchronised):
 
 
 STEPS = {'ResNet-50': step_of(resnet50(), 0.030, False),
-         'ResNet-50, SyncBatchNorm': step_of(resnet50(), 0.030, True),
-         'transformer block': step_of(transformer(), 0.010, False)}
-BY_LENGTH = [0, 2, 1]  # of their simulation
+         'ResNet-50, SyncBatchNorm': step_of(resnet50(), 0.030, True)}
 
 
 # --- the bound ------------------------------------------------------------------------------------
@@ -108,82 +95,62 @@ def fastest(n, gbits, n_bytes):
                               (n + 1) / n * n_bytes / CORE)
 
 
-def modelled(engine):
-    """The same of one algorithm, alone on the network: within hosts, then between them."""
-    def seconds(n, gbits, n_bytes):
-        if engine != 'tree':
-            return in_memory(n_bytes) + model(n, gbits, engine, n_bytes)
-        each = n_bytes / (gbits * 1e9 / 8)
-        return in_memory(n_bytes) + 2 * latencies(n) + math.log2(n) * (2 * each + 3 * n_bytes / CORE)
-    return seconds
-
-
-def step_time(n, gbits, actions, slow=1, late=0, all_reduce=fastest):
+def bound(n, gbits, actions, slow):
     """Seconds of the slowest host: it computes and normalises, and averages beside that one bucket
-    after the other. By default the bound."""
-    now, averaged = late, 0
+    after the other."""
+    now, averaged = 0, 0
     for kind, value in actions:
         if kind == 'compute':
             now += slow * value
         elif kind == 'bucket':
-            averaged = max(now, averaged) + all_reduce(n, gbits, value)
+            averaged = max(now, averaged) + fastest(n, gbits, value)
         else:
-            now += all_reduce(n, gbits, value * (32 if kind == 'moments' else 8))
+            now += fastest(n, gbits, value * (32 if kind == 'moments' else 8))
     return max(now, averaged)
-
 
 
 # --- simulation -----------------------------------------------------------------------------------
 
 def read(log):
-    """(hosts, gbits, engine, step, case): seconds."""
+    """(hosts, gbits, step, case): seconds."""
     times = {}
-    cases = {f'{slow:g} {late:g}': case for case, (slow, late) in CASES.items()}
+    cases = {f'{slow:g}': case for case, slow in CASES.items()}
     if os.path.exists(log):
         with open(log) as file:
             for line in file:
-                n, gbits, engine, schedule, slow, late, seconds = line.split()
+                n, gbits, schedule, slow, seconds = line.split()
                 step = list(STEPS)[int(schedule.removeprefix('step-'))]
-                times[int(n), int(gbits), engine, step, cases[f'{slow} {late}']] = float(seconds)
+                times[int(n), int(gbits), step, cases[slow]] = float(seconds)
     return times
 
 
-def is_simulated(n, engine, step, case):
-    """Not what takes the simulator hours."""
-    is_synchronised = any(kind == 'moments' for kind, _ in STEPS[step])
-    if engine == 'ring':
-        return n <= MOST_RING and case == 'all alike'
-    if is_synchronised and (engine != 'direct' or case != 'all alike'):
-        return n <= MOST_SYNCHRONISED and (engine == 'direct' or case == 'all alike')
-    return engine == 'direct' or case == 'all alike'
-
-
-def simulate(program, module, log, hosts=tuple(HOSTS), engines=tuple(ENGINES)):
+def simulate(program, module, log, hosts=tuple(HOSTS)):
     program, module, log = map(os.path.abspath, (program, module, log))
     with tempfile.TemporaryDirectory() as folder:
         for i, actions in enumerate(STEPS.values()):
             with open(os.path.join(folder, f'step-{i}'), 'w') as file:
                 file.writelines(f'{kind} {value}\n' for kind, value in actions)
-        for i, n, gbits, engine in ((i, n, gbits, engine) for i in BY_LENGTH for n in hosts
-                                    for gbits in GBITS for engine in engines):
+        for i, n, gbits in ((i, n, gbits) for i in range(len(STEPS)) for n in hosts for gbits in GBITS):
             step, done = list(STEPS)[i], read(log)
-            wanted = [f'step-{i}:{slow:g}:{late:g}' for case, (slow, late) in CASES.items()
-                      if is_simulated(n, engine, step, case) and
-                      (n, gbits, engine, step, case) not in done]
+            wanted = [f'step-{i}:{slow:g}' for case, slow in CASES.items()
+                      if (n, gbits, step, case) not in done]
             if wanted:
-                print(n, gbits, engine, step, flush=True)
+                print(n, gbits, step, flush=True)
                 with open(log, 'a') as file:
-                    subprocess.run([program, module, str(n), str(gbits), engine, *wanted],
-                                   stdout=file, cwd=folder, check=True)
+                    subprocess.run([program, module, str(n), str(gbits), *wanted], stdout=file,
+                                   cwd=folder, check=True)
+
+
+def above_bound(times):
+    return {(n, gbits, step, case): time / bound(n, gbits, STEPS[step], CASES[case]) - 1
+            for (n, gbits, step, case), time in times.items()}
 
 
 def check(program, module, log):
-    simulate(program, module, log, [2, 16], ['direct'])
-    times = read(log)
-    if len(times) != 2 * len(GBITS) * len(STEPS) * len(CASES):
-        sys.exit(f'growth_steps: only {len(times)} steps were simulated')
-    above = {key: time / step_time(key[0], key[1], STEPS[key[3]], *CASES[key[4]]) - 1
-             for key, time in times.items()}
+    simulate(program, module, log, [2, 16])
+    above = above_bound(read(log))
+    if len(above) != 2 * len(GBITS) * len(STEPS) * len(CASES):
+        sys.exit(f'growth_steps: only {len(above)} steps were simulated')
     print(f'{len(above)} steps take {min(above.values()):+.1%} to {max(above.values()):+.1%} '
           'beside the alpha-beta bound.')
     wrong = {key: value for key, value in above.items() if not -0.001 < value < MOST_CHECKED}
@@ -194,69 +161,18 @@ def check(program, module, log):
                  f'{MOST_CHECKED:.0%} above it')
 
 
-# --- the page -------------------------------------------------------------------------------------
-
 def draw(log, page):
     times = read(log)
+    above = above_bound(times)
     header = ' | '.join(f'{n * RANKS_PER_HOST} ranks' for n in HOSTS)
     lines = [f'| step | Gbit/s | hosts | {header} |', '|---' * (len(HOSTS) + 3) + '|']
-    n_within = n_all = 0
-    for step, actions in STEPS.items():
+    for step in STEPS:
         for gbits in GBITS:
-            for case, parameters in CASES.items():
-                cells = []
-                for n in HOSTS:
-                    time = times.get((n, gbits, 'direct', step, case))
-                    n_all += time is not None
-                    text = '{:.1f}' if time else '({:.1f})'
-                    time = time or step_time(n, gbits, actions, *parameters, modelled('direct'))
-                    above = time / step_time(n, gbits, actions, *parameters) - 1
-                    n_within += above <= MOST_ABOVE and '(' not in text
-                    text = f'{text.format(time * 1e3)} {above:+.0%}'
-                    cells.append(f'**{text}**' if above > MOST_ABOVE else text)
+            for case in CASES:
+                cells = [f'{times[key] * 1e3:.1f} {above[key]:+.0%}' if key in times else '-'
+                         for key in ((n, gbits, step, case) for n in HOSTS)]
                 lines.append(f'| {step} | {gbits} | {case} | ' + ' | '.join(cells) + ' |')
     put(page, 'steps', '\n'.join(lines))
-    put(page, 'steps_within', f'{n_within} of {n_all} simulated steps are within '
-        f'{MOST_ABOVE:.0%} of the bound.')
-    lines = ['| step | Gbit/s | ranks | bound | ' + ' | '.join(ENGINES) + ' |',
-             '|---' * (len(ENGINES) + 4) + '|']
-    for step, actions in STEPS.items():
-        for gbits in GBITS:
-            for n in HOSTS:
-                found = [times.get((n, gbits, engine, step, 'all alike')) for engine in ENGINES]
-                best = min(filter(None, found), default=None)
-                by_model = [step_time(n, gbits, actions, all_reduce=modelled(engine))
-                            for engine in ENGINES]
-                cells = [f'({m * 1e3:.1f})' if t is None else
-                         f'**{t * 1e3:.1f}**' if t == best else f'{t * 1e3:.1f}'
-                         for t, m in zip(found, by_model, strict=True)]
-                lines.append(f'| {step} | {gbits} | {n * RANKS_PER_HOST} | '
-                             f'{step_time(n, gbits, actions) * 1e3:.1f} | ' + ' | '.join(cells) + ' |')
-    put(page, 'steps_beside', '\n'.join(lines))
-    picture(times, os.path.join(os.path.dirname(page), 'images', 'growth_steps.svg'))
-
-
-def picture(times, path):
-    ranks = ', '.join(str(n * RANKS_PER_HOST) for n in HOSTS)
-    script = ["set terminal svg size 1000,620 background rgb 'white' font 'sans-serif,12' noenhanced",
-              f'set output "{path}"', 'set logscale x 2', 'set grid', 'set key bottom left',
-              'set xrange [12:11000]', f'set xtics ({ranks}) font ",10"', 'set yrange [0:*]',
-              "set multiplot layout 2,3 title 'A step of training, ms, by ranks (8 per host): points "
-              "simulated, line the alpha-beta bound'"]
-    for gbits in GBITS:
-        for step, actions in STEPS.items():
-            plots, data = ["'-' with lines lw 2 lc rgb 'black' notitle"], []
-            data += [f'{n * RANKS_PER_HOST} {step_time(n, gbits, actions) * 1e3}' for n in HOSTS] + ['e']
-            # The textbook tree is beyond the picture.
-            for color, engine in enumerate(['direct', 'halving', 'ring']):
-                title = {'direct': 'lockstep'}.get(engine, engine)
-                shown = f"title '{title}'" if (gbits, step) == (25, 'ResNet-50') else 'notitle'
-                plots.append(f"'-' with points lt {color + 1} pt {color + 5} ps 1 {shown}")
-                data += [f'{n * RANKS_PER_HOST} {times[n, gbits, engine, step, "all alike"] * 1e3}'
-                         for n in HOSTS if (n, gbits, engine, step, 'all alike') in times] + ['e']
-            script += [f"set title '{step}, {gbits} Gbit/s'", 'plot ' + ', '.join(plots), *data]
-    script.append('unset multiplot')
-    subprocess.run(['gnuplot'], input='\n'.join(script) + '\n', text=True, check=True)
 
 
 if __name__ == '__main__':

@@ -4,7 +4,6 @@
 
 #include <xbt/log.h>
 #include <algorithm>
-#include <cstdint>
 #include <cstdlib>
 #include <map>
 #include <vector>
@@ -34,11 +33,6 @@ constexpr unsigned kHostsPerSwitch = 16;
 constexpr double kLinkSeconds = 0.5e-6;       // 2 links to a host at the same switch, 4 to another
 constexpr double kHostBytesPerSecond = 40e9;  // all ranks of a host together, copying
 constexpr double kHostSeconds = 0.2e-6;
-
-void reduce_pair(const Call& call, std::size_t n_bytes) {
-  const void* in[2] = {call.out, call.out};
-  lockstep::kernels::reduce(lockstep::DType::u8, call.reduce, in, 2, call.out, n_bytes);
-}
 
 void build(s4u::Engine& simulation, const Cluster& cluster) {
   const double bytes_per_second = cluster.gbits * 1e9 / 8;
@@ -111,73 +105,6 @@ std::unique_ptr<Engine> join(const Some& some, const Call& barrier) {
 void Part::abandon(std::string_view reason) noexcept {
   fmt::print(stderr, "growth: rank {}: {}\n", rank_, reason);
   std::abort();
-}
-
-void Textbook::run(const Call& call) {
-  const std::size_t n_bytes = call.count * lockstep::size_of(call.dtype);
-  if (algorithm_ == "ring") return ring(call, n_bytes);
-  if (algorithm_ == "halving") return halving(call, n_bytes);
-  if (algorithm_ == "tree") return tree(call, n_bytes);
-  doubling(call, n_bytes);
-}
-
-void Textbook::exchange(int to, int from, const Call& call, std::size_t n_bytes) {
-  s4u::this_actor::sleep_for(2 * kMessageSeconds);
-  const int n = static_cast<int>(n_bytes);
-  MPI_Sendrecv(call.in, n, MPI_BYTE, to, 1, call.out, n, MPI_BYTE, from, 1, comm_,
-               MPI_STATUS_IGNORE);
-}
-
-void Textbook::ring(const Call& call, std::size_t n_bytes) {
-  const auto n = static_cast<std::size_t>(size_);
-  const std::size_t part = (n_bytes + n - 1) / n;
-  for (int step = 0; step < 2 * (size_ - 1); ++step) {
-    exchange((rank_ + 1) % size_, (rank_ + size_ - 1) % size_, call, part);
-    if (step < size_ - 1) reduce_pair(call, part);
-  }
-}
-
-void Textbook::halving(const Call& call, std::size_t n_bytes) {
-  std::vector<std::size_t> parts;
-  for (int far = size_ / 2; far > 0; far /= 2) {
-    n_bytes = (n_bytes + 1) / 2;
-    parts.push_back(n_bytes);
-    exchange(rank_ ^ far, rank_ ^ far, call, n_bytes);
-    reduce_pair(call, n_bytes);
-  }
-  for (int far = 1; far < size_; far *= 2) {
-    exchange(rank_ ^ far, rank_ ^ far, call, parts.back());
-    parts.pop_back();
-  }
-}
-
-void Textbook::doubling(const Call& call, std::size_t n_bytes) {
-  for (int far = 1; far < size_; far *= 2) {
-    exchange(rank_ ^ far, rank_ ^ far, call, n_bytes);
-    reduce_pair(call, n_bytes);
-  }
-}
-
-void Textbook::tree(const Call& call, std::size_t n_bytes) {
-  const int n = static_cast<int>(n_bytes);
-  const auto send = [&](int to) {
-    s4u::this_actor::sleep_for(kMessageSeconds);
-    MPI_Send(call.in, n, MPI_BYTE, to, 1, comm_);
-  };
-  const auto receive = [&](int from) {
-    s4u::this_actor::sleep_for(kMessageSeconds);
-    MPI_Recv(call.out, n, MPI_BYTE, from, 1, comm_, MPI_STATUS_IGNORE);
-  };
-  int bit = 1;
-  for (; bit < size_ && (rank_ & bit) == 0; bit *= 2) {
-    receive(rank_ + bit);
-    reduce_pair(call, n_bytes);
-  }
-  if (rank_ != 0) {
-    send(rank_ - bit);
-    receive(rank_ - bit);
-  }
-  while ((bit /= 2) > 0) send(rank_ + bit);
 }
 
 void simulate(s4u::Engine& simulation, const Cluster& cluster,

@@ -13,7 +13,7 @@
 
 #include "engines/shared/algorithms/host_engine.hpp"
 
-/// A simulated cluster: its cost model, the ranks on it, and textbook algorithms between its hosts.
+/// A simulated cluster: its cost model, and the ranks on it.
 namespace growth {
 
 inline constexpr int kRanksPerHost = 8;
@@ -83,25 +83,6 @@ class Host final : public lockstep::shared::HostEngine {
 
  private:
   std::unique_ptr<lockstep::Engine> engine_;
-};
-
-/// Textbook all_reduce ("ring", "halving", "doubling" or "tree"), without lockstep's comparison of
-/// calls. The number of ranks is a power of two.
-class Textbook final : public Part {
- public:
-  Textbook(MPI_Comm comm, std::string_view algorithm)
-      : Part(rank_of(comm), size_of(comm)), comm_(comm), algorithm_(algorithm) {}
-  void run(const lockstep::Call& call) override;
-
- private:
-  void exchange(int to, int from, const lockstep::Call& call, std::size_t n_bytes);
-  void ring(const lockstep::Call& call, std::size_t n_bytes);
-  void halving(const lockstep::Call& call, std::size_t n_bytes);
-  void doubling(const lockstep::Call& call, std::size_t n_bytes);
-  void tree(const lockstep::Call& call, std::size_t n_bytes);
-
-  const MPI_Comm comm_;
-  const std::string_view algorithm_;
 };
 
 /// Runs `run_rank` on `n_actors` contexts per host, which are consecutive ranks if `are_together`,

@@ -1,10 +1,8 @@
 // all_reduce on a simulated cluster over SimGrid's MPI: the actual code of the hierarchical and mpi
-// engines, and other algorithms for the level between hosts. ./dev bench growth --hosts
-// growth_hosts MODULE HOSTS GBITS ENGINE BYTES...
+// engines. ./dev bench growth --hosts
+// growth_hosts MODULE HOSTS GBITS BYTES...
 //
-// ENGINE: direct (hierarchical.cpp with the mpi engine between hosts), flat (the mpi engine over
-// all ranks), ring, halving, doubling (hierarchical.cpp with that algorithm between hosts). Prints
-// lines of HOSTS GBITS ENGINE BYTES, seconds of the call, seconds of a host's first rank between
+// Prints lines of HOSTS GBITS BYTES, seconds of the call, seconds of a host's first rank between
 // hosts. Inside a host the mpi engine runs too, over a link that models the host's memory: futexes
 // would stop the simulator. No data is reduced; the time for it is added.
 
@@ -14,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <simgrid/s4u.hpp>
@@ -40,7 +39,6 @@ using lockstep::Engine;
 using lockstep::Op;
 
 growth::Cluster cluster;
-std::string algorithm;
 std::vector<std::size_t> sizes;
 
 double seconds = 0;          // of the slowest rank
@@ -72,10 +70,6 @@ class AllRanks final : public Part {
   std::unique_ptr<Engine> split(const Call& call, int color, int) override {
     if (color != 0) return nullptr;  // one rank per host communicates between hosts
     const Some leaders{0, kRanksPerHost, size_ / kRanksPerHost};
-    if (algorithm != "direct") {
-      return std::make_unique<Timed>(
-          std::make_unique<growth::Textbook>(comm_of(leaders), algorithm));
-    }
     Call barrier = call;
     barrier.op = Op::barrier;
     return std::make_unique<Timed>(growth::join(leaders, barrier));
@@ -86,7 +80,8 @@ class AllRanks final : public Part {
 
 namespace lockstep::shared {
 std::unique_ptr<HostEngine> bootstrap_world(std::string_view, int, int n_ranks, const Call& barrier,
-                                            const std::optional<std::string>&) {
+                                            const std::optional<std::string>&,
+                                            const std::function<void()>&) {
   return std::make_unique<growth::Host>(
       growth::join({rank_of(MPI_COMM_WORLD) / n_ranks * n_ranks, 1, n_ranks}, barrier));
 }
@@ -102,15 +97,10 @@ void run_rank() {
   const Some all_ranks{0, 1, n_ranks};
   Call barrier;
   barrier.timeout = std::chrono::hours(24);
-  std::unique_ptr<Engine> engine;
-  if (algorithm == "flat") {
-    engine = growth::join(all_ranks, barrier);
-  } else {
-    std::vector<int> hosts;
-    for (int r = 0; r < n_ranks; ++r) hosts.push_back(r / kRanksPerHost * kRanksPerHost);
-    engine =
-        lockstep::hierarchical::make(std::make_unique<AllRanks>(MPI_COMM_WORLD), hosts, barrier);
-  }
+  std::vector<int> hosts;
+  for (int r = 0; r < n_ranks; ++r) hosts.push_back(r / kRanksPerHost * kRanksPerHost);
+  auto engine =
+      lockstep::hierarchical::make(std::make_unique<AllRanks>(MPI_COMM_WORLD), hosts, barrier);
   for (const std::size_t n_bytes : sizes) {
     std::vector<float> small(n_bytes < growth::kLarge ? n_bytes / sizeof(float) : 0);
     Call call = barrier;
@@ -126,8 +116,8 @@ void run_rank() {
     seconds = std::max(seconds, MPI_Wtime() - start);
     start_line(all_ranks)->wait();
     if (rank != 0) continue;
-    fmt::print("{} {:g} {} {} {:.9f} {:.9f}\n", cluster.n_hosts, cluster.gbits, algorithm, n_bytes,
-               seconds, seconds_between);
+    fmt::print("{} {:g} {} {:.9f} {:.9f}\n", cluster.n_hosts, cluster.gbits, n_bytes, seconds,
+               seconds_between);
     std::fflush(stdout);
   }
   engine.reset();
@@ -139,12 +129,11 @@ void run_rank() {
 int main(int argc, char** argv) {
   int n_arguments = 1;
   simgrid::s4u::Engine simulation(&n_arguments, argv);
-  if (argc < 6) {
-    fmt::print(stderr, "usage: growth_hosts MODULE HOSTS GBITS ENGINE BYTES...\n");
+  if (argc < 5) {
+    fmt::print(stderr, "usage: growth_hosts MODULE HOSTS GBITS BYTES...\n");
     return 1;
   }
   cluster = {.module = argv[1], .n_hosts = std::atoi(argv[2]), .gbits = std::atof(argv[3])};
-  algorithm = argv[4];
-  for (int i = 5; i < argc; ++i) sizes.push_back(std::strtoull(argv[i], nullptr, 10));
+  for (int i = 4; i < argc; ++i) sizes.push_back(std::strtoull(argv[i], nullptr, 10));
   growth::simulate(simulation, cluster, run_rank);
 }

@@ -1,11 +1,9 @@
 // Messages and bytes of calls between hosts, over threads: ./dev bench growth --messages
-// growth_messages rounds|direct|flat|levels HOSTS...
+// growth_messages mpi|hierarchical HOSTS...
 //
-// rounds, direct: the message engine with one rank per host, between more than 8 hosts in rounds,
-// or always from each to each as over a transport without rounds. flat, levels: four ranks per
-// host, over the message engine alone, or hierarchical. For each operation and size a line of
-// OPERATION BYTES, then MESSAGES BYTES for each number of hosts: what the host with the most of
-// them sends to others or receives from them in a call.
+// mpi: the message engine with one rank per host. hierarchical: four ranks per host. For each
+// operation and size a line of OPERATION BYTES, then MESSAGES BYTES for each number of hosts: what
+// the host with the most of them sends to others or receives from them in a call.
 
 #include <fmt/format.h>
 
@@ -47,9 +45,8 @@ constexpr Counted kCounted[] = {
     {Op::reduce_scatter, 1024}, {Op::all_to_all, 4},       {Op::all_to_all, 1 << 10},
 };
 
-/// Of SyncBatchNorm with 64 channels: every rank's count, means and deviations; as moments.
+/// The moments of SyncBatchNorm.
 constexpr std::size_t kChannels = 64;
-constexpr Counted kStatistics = {Op::all_gather, (1 + 2 * kChannels) * sizeof(double)};
 constexpr Counted kMoments = {Op::all_reduce,
                               kChannels* lockstep::size_of(lockstep::detail::kMoments)};
 constexpr Counted kCountedByHost[] = {
@@ -80,15 +77,15 @@ void run(Engine& engine, const Counted& counted) {
   engine.run(call);
 }
 
-Traffic count(const Counted& counted, int n_hosts, bool has_rounds) {
-  MessageNetwork network(n_hosts, has_rounds);
+Traffic count(const Counted& counted, int n_hosts) {
+  MessageNetwork network(n_hosts);
   lockstep::test::run_message_ranks(
       n_hosts, [&](Engine& engine) { run(engine, counted); }, &network);
   return network.most();
 }
 
 /// Of each host's ranks together.
-Traffic count_by_host(const Counted& counted, int n_hosts, bool has_levels) {
+Traffic count_by_host(const Counted& counted, int n_hosts) {
   const int n = n_hosts * kRanksPerHost;
   std::vector<int> hosts;
   for (int r = 0; r < n; ++r) hosts.push_back(r - r % kRanksPerHost);
@@ -99,8 +96,8 @@ Traffic count_by_host(const Counted& counted, int n_hosts, bool has_levels) {
     ranks.emplace_back([&, rank] {
       lockstep::Call barrier;
       barrier.timeout = std::chrono::minutes(60);
-      auto engine = lockstep::message::make("network", network.transport(rank));
-      if (has_levels) engine = lockstep::hierarchical::make(std::move(engine), hosts, barrier);
+      const auto engine = lockstep::hierarchical::make(
+          lockstep::message::make("network", network.transport(rank)), hosts, barrier);
       all.arrive_and_wait();
       if (rank == 0) network.reset_traffic();
       all.arrive_and_wait();
@@ -117,25 +114,24 @@ Traffic count_by_host(const Counted& counted, int n_hosts, bool has_levels) {
 int main(int argc, char** argv) {
   try {
     const std::string_view mode = argc > 1 ? argv[1] : "";
-    if (mode != "rounds" && mode != "direct" && mode != "flat" && mode != "levels") {
-      throw std::invalid_argument("usage: growth_messages rounds|direct|flat|levels HOSTS...");
+    if (mode != "mpi" && mode != "hierarchical") {
+      throw std::invalid_argument("usage: growth_messages mpi|hierarchical HOSTS...");
     }
     const auto print = [&](std::string_view name, const Counted& counted) {
       fmt::print("{} {}", name, counted.n_bytes);
       for (int i = 2; i < argc; ++i) {
         const int n_hosts = std::atoi(argv[i]);
-        const Traffic most = mode == "rounds" || mode == "direct"
-                                 ? count(counted, n_hosts, mode == "rounds")
-                                 : count_by_host(counted, n_hosts, mode == "levels");
+        const Traffic most =
+            mode == "mpi" ? count(counted, n_hosts) : count_by_host(counted, n_hosts);
         fmt::print(" {} {}", most.n_messages, most.n_bytes);
       }
       fmt::print("\n");
     };
-    if (mode == "rounds" || mode == "direct") {
+    if (mode == "mpi") {
       for (const Counted& counted : kCounted) print(lockstep::name_of(counted.op), counted);
     } else {
       for (const Counted& counted : kCountedByHost) print(lockstep::name_of(counted.op), counted);
-      print("statistics", mode == "flat" ? kStatistics : kMoments);
+      print("statistics", kMoments);
     }
   } catch (const std::exception& error) {
     fmt::print(stderr, "growth_messages: {}\n", error.what());

@@ -56,6 +56,7 @@ void set_seconds_per_message(double seconds) { seconds_per_message = seconds; }
 extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mpi() {
   static const LockstepMpi table = [] {
     LockstepMpi changed = *lockstep_mpi_without_cost();
+    changed.one_thread = [](std::int32_t*) -> const char* { return nullptr; };  // contexts of one
     // Ranks do not poll, so cores are not queried.
     changed.host_ranks = [](std::uint64_t*, std::size_t, int* n_ranks) {
       *n_ranks = 1;

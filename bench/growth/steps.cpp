@@ -1,12 +1,12 @@
 // Steps of training on a simulated cluster over SimGrid's MPI: computing, exchanges of
 // SyncBatchNorm on the training thread, and buckets of gradients on another, over the actual code
 // of the hierarchical and mpi engines. scripts/growth_steps.py writes the schedules and calls it.
-// growth_steps MODULE HOSTS GBITS ENGINE SCHEDULE:SLOW:LATE...
+// growth_steps MODULE HOSTS GBITS SCHEDULE:SLOW...
 //
-// ENGINE: direct (the mpi engine), ring, halving or tree between hosts. SCHEDULE: a file of lines
+// SCHEDULE: a file of lines
 //   compute SECONDS    moments COUNT    sums COUNT    bucket BYTES
-// SLOW: one host's ranks compute that many times longer. LATE: a rank of it begins so many seconds
-// later. Prints lines of HOSTS GBITS ENGINE SCHEDULE SLOW LATE, seconds of the step.
+// SLOW: one host's ranks compute that many times longer. Prints lines of HOSTS GBITS SCHEDULE SLOW,
+// seconds of the step.
 //
 // Two contexts stand for the two threads of the ranks of a host, which all do the same; what they
 // do together in shared memory takes a time by the memory's bandwidth. No data is reduced; the time
@@ -18,6 +18,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <simgrid/s4u.hpp>
@@ -43,10 +44,6 @@ using lockstep::Op;
 
 constexpr double kPhaseSeconds = 1e-6;
 constexpr double kMemoryBytesPerSecond = 200e9;  // of a host, all its ranks together
-// From each to each, this many hosts or fewer send N - 1 messages at a time; above, the simulator
-// needs hours for a million of them.
-constexpr int kMostMessages = 64;
-
 struct Action {
   std::string kind;
   double value = 0;
@@ -54,12 +51,10 @@ struct Action {
 struct Step {
   std::string schedule;
   double slow = 1;
-  double late = 0;
   std::vector<Action> actions;
 };
 
 growth::Cluster cluster;
-std::string algorithm;
 std::vector<Step> steps;
 
 double seconds = 0;                           // of the slowest host
@@ -79,36 +74,6 @@ class HostMemory final : public Part {
   }
 };
 
-/// Of the mpi engine; large data from each to each in two messages of the same bytes.
-class FewMessages final : public Part {
- public:
-  FewMessages(MPI_Comm comm, std::unique_ptr<Engine> engine)
-      : Part(engine->rank(), engine->size()), comm_(comm), engine_(std::move(engine)) {}
-  void run(const Call& call) override {
-    const std::size_t n_bytes = call.count * lockstep::size_of(call.dtype);
-    if (n_bytes < growth::kLarge) return engine_->run(call);
-    Call barrier = call;
-    barrier.op = Op::barrier;
-    engine_->run(barrier);
-    const auto n = static_cast<std::size_t>(size_);
-    exchange(call, n_bytes / n * (n - 1));
-    s4u::this_actor::sleep_for((size_ + 1) * static_cast<double>(n_bytes / n) /
-                               growth::kCoreBytesPerSecond);
-    exchange(call, n_bytes / n * (n - 1));
-  }
-
- private:
-  void exchange(const Call& call, std::size_t n_bytes) {
-    s4u::this_actor::sleep_for(2 * (size_ - 1) * growth::kMessageSeconds);
-    const int n = static_cast<int>(n_bytes), peer = rank_ ^ (size_ / 2);
-    MPI_Sendrecv(call.in, n, MPI_BYTE, peer, 1, call.out, n, MPI_BYTE, peer, 1, comm_,
-                 MPI_STATUS_IGNORE);
-  }
-
-  const MPI_Comm comm_;
-  std::unique_ptr<Engine> engine_;
-};
-
 /// All ranks, of which those of a host are one context, for hierarchical.cpp to build its levels.
 class AllRanks final : public Part {
  public:
@@ -120,14 +85,9 @@ class AllRanks final : public Part {
   std::unique_ptr<Engine> split(const Call& call, int, int) override {
     const int first = growth::rank_of(MPI_COMM_WORLD) / cluster.n_hosts * cluster.n_hosts;
     const Some contexts{first, 1, cluster.n_hosts};
-    if (algorithm != "direct") {
-      return std::make_unique<growth::Textbook>(growth::comm_of(contexts), algorithm);
-    }
     Call barrier = call;
     barrier.op = Op::barrier;
-    auto engine = growth::join(contexts, barrier);
-    if (cluster.n_hosts <= kMostMessages) return engine;
-    return std::make_unique<FewMessages>(growth::comm_of(contexts), std::move(engine));
+    return growth::join(contexts, barrier);
   }
 };
 
@@ -135,7 +95,8 @@ class AllRanks final : public Part {
 
 namespace lockstep::shared {
 std::unique_ptr<HostEngine> bootstrap_world(std::string_view, int, int, const Call&,
-                                            const std::optional<std::string>&) {
+                                            const std::optional<std::string>&,
+                                            const std::function<void()>&) {
   return std::make_unique<growth::Host>(std::make_unique<HostMemory>());
 }
 }  // namespace lockstep::shared
@@ -167,7 +128,6 @@ class Thread {
     const bool is_the_one = host_ == cluster.n_hosts / 2;
     const double slow = is_the_one ? step.slow : 1;
     const double start = s4u::Engine::get_clock();
-    if (is_the_one && step.late > 0) s4u::this_actor::sleep_for(step.late);
     for (const Action& action : step.actions) {
       const auto count = static_cast<std::size_t>(action.value);
       if (action.kind == "compute") s4u::this_actor::sleep_for(action.value * slow);
@@ -211,8 +171,8 @@ void run_rank() {
       thread.run(step);
       line->wait();
       if (rank != 0) continue;
-      fmt::print("{} {:g} {} {} {:g} {:g} {:.9f}\n", cluster.n_hosts, cluster.gbits, algorithm,
-                 step.schedule, step.slow, step.late, seconds);
+      fmt::print("{} {:g} {} {:g} {:.9f}\n", cluster.n_hosts, cluster.gbits, step.schedule,
+                 step.slow, seconds);
       std::fflush(stdout);
     }
   }
@@ -220,10 +180,9 @@ void run_rank() {
 }
 
 Step step_of(const std::string& text) {
-  const auto late = text.rfind(':'), slow = text.rfind(':', late - 1);
+  const auto slow = text.rfind(':');
   Step step{.schedule = text.substr(0, slow),
             .slow = std::atof(text.substr(slow + 1).c_str()),
-            .late = std::atof(text.substr(late + 1).c_str()),
             .actions = {}};
   std::ifstream file(step.schedule);
   for (Action action; file >> action.kind >> action.value;) step.actions.push_back(action);
@@ -239,8 +198,8 @@ Step step_of(const std::string& text) {
 int main(int argc, char** argv) {
   int n_arguments = 1;
   s4u::Engine simulation(&n_arguments, argv);
-  if (argc < 6) {
-    fmt::print(stderr, "usage: growth_steps MODULE HOSTS GBITS ENGINE SCHEDULE:SLOW:LATE...\n");
+  if (argc < 5) {
+    fmt::print(stderr, "usage: growth_steps MODULE HOSTS GBITS SCHEDULE:SLOW...\n");
     return 1;
   }
   cluster = {.module = argv[1],
@@ -248,8 +207,7 @@ int main(int argc, char** argv) {
              .gbits = std::atof(argv[3]),
              .n_actors = 2,
              .are_together = false};
-  algorithm = argv[4];
-  for (int i = 5; i < argc; ++i) steps.push_back(step_of(argv[i]));
+  for (int i = 4; i < argc; ++i) steps.push_back(step_of(argv[i]));
   for (int host = 0; host < cluster.n_hosts; ++host) {
     are_complete.push_back(s4u::Semaphore::create(0));
     are_averaged.push_back(s4u::Semaphore::create(0));
