@@ -265,8 +265,8 @@ TEST_F(MessageChannelTest, non_lockstep_exception_fails_peers) {
   for (const Op op : {Op::all_reduce, Op::split, Op::allocate}) {
     script = Script();
     script.has_no_memory = true;
-    const Group group(make("scripted", std::make_unique<ScriptedTransport>(script, &part)),
-                      "world", call.timeout);
+    const Group group(make("scripted", std::make_unique<ScriptedTransport>(script, &part)), "world",
+                      call.timeout);
     double data = 0;
     const auto run = [&] {
       if (op == Op::all_reduce) group.all_reduce({&data, 1, DType::f64});
