@@ -330,7 +330,7 @@ TEST(C10dLevelsTest, every_rank_gets_the_table_of_different_calls) {
   expect_all_zero(over_gloo(kManyRanks, [] {
     std::vector<float> data(get_rank() == 7 ? 7 : 8);
     expect_error<MismatchError>([&] { lockstep::all_reduce(data); },
-                                "7              all_reduce      f32   7           -     sum");
+                                "7     all_reduce      f32   7           -     sum");
   }));
 }
 
