@@ -121,9 +121,8 @@ class NetworkTransport final : public message::Transport {
     own().changed.wait_until(lock, end, [&] {
       is_complete = receive();
       shared_->set_waits(own(), !is_complete);
-      return is_complete || std::ranges::any_of(own().control, [](const auto& channel) {
-               return !channel.second.empty();
-             });
+      // Nobody polls for those of a group that has ended.
+      return is_complete || !own().control[channel_].empty() || !own().control[kWorld].empty();
     });
     if (is_complete) return State::complete;
     const bool is_over = shared_->ends_when_all_wait &&
