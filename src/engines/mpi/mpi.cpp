@@ -398,9 +398,8 @@ std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   const Hosts hosts{.policy = base::WaitPolicy::of_messages(n_host_ranks, n_cores),
                     .are_one = n_host_ranks == n_ranks};
   auto engine =
-      message::make("mpi",
-                    std::make_unique<Transport>(mpi, std::move(group), last_channel, hosts, rank,
-                                                n_ranks, std::move(why_one_thread)));
+      message::make("mpi", std::make_unique<Transport>(mpi, std::move(group), last_channel, hosts,
+                                                       rank, n_ranks, std::move(why_one_thread)));
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;
 }
