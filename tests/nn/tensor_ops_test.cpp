@@ -387,6 +387,28 @@ TEST(TensorTreesTest, a_tensor_that_comes_twice_is_reduced_once) {
   });
 }
 
+TEST(TensorOpsTest, a_tensor_has_another_memory_before_its_call_has_ended) {
+  on_ranks(2, [](int rank) {
+    Tensor x = at::full({1000}, rank + 1.0);
+    auto work = all_reduce_async(x);
+    x.set_data(at::zeros({1000}));
+    work.wait();
+    EXPECT_TRUE(x.eq(3).all().item<bool>());
+  });
+}
+
+TEST(TensorOpsTest, no_parts_and_no_memory_are_refused) {
+  on_ranks(2, [](int rank) {
+    Tensor x = at::ones({8});
+    if (rank == 0) {
+      EXPECT_THROW(scatter(x, {}, /*src=*/0), UsageError);
+      Tensor freed = at::ones({8});
+      freed.storage().set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
+      EXPECT_THROW(all_reduce(freed), UsageError);
+    }
+  });
+}
+
 /// Each entry's values are those from before the call, whichever way it shares memory.
 TEST(TensorTreesTest, entries_that_share_memory_are_reduced_once) {
   const auto is = [](const Tensor& tensor, int value) {
@@ -400,8 +422,11 @@ TEST(TensorTreesTest, entries_that_share_memory_are_reduced_once) {
       return std::vector{x.narrow(0, 0, 3), x.narrow(0, 1, 3)};
     };
     const auto columns = [](const Tensor& x) { return std::vector{x, x.t(), x.select(1, 1)}; };
+    const auto strided_first = [](const Tensor& x) {
+      return std::vector{x.t(), x.select(1, 1), x};
+    };
     for (const auto& entries_of : std::vector<std::function<std::vector<Tensor>(const Tensor&)>>{
-             twice, view, rows, columns}) {
+             twice, view, rows, columns, strided_first}) {
       Tensor x = make();
       auto list = entries_of(x);
       all_reduce(list);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/bytes.hpp"
 #include "nn/backend/backend.hpp"
 #include "nn/elements/dense.hpp"
 #include "nn/elements/elements.hpp"
@@ -34,10 +35,12 @@ TensorCalls paired(const TensorCall& like, const Tensors& outputs, const Tensors
   return calls;
 }
 
-/// Lists of tensors that have one element for each rank, of which all are needed.
-const Tensors& one_each(const Tensors& tensors, const Group& group, const ErrorContext& context) {
-  nn::check_n_parts(tensors.size(), group, context);
-  return tensors;
+/// A list, which must have one element for each rank. name: of these.
+template <class T>
+const std::vector<T>& one_each(const char* name, const std::vector<T>& list, const Group& group,
+                               const ErrorContext& context) {
+  if (list.size() == static_cast<std::size_t>(group.size())) return list;
+  throw UsageError(context, fmt::format("{} {} for {} ranks", list.size(), name, group.size()));
 }
 
 }  // namespace
@@ -96,7 +99,7 @@ Backend::WorkResult Backend::allgather(std::vector<Tensors>& outputs, Tensors& i
       [&](const ErrorContext& context) -> TensorCalls {
         return {{.op = Op::all_gather,
                  .ins = {only(inputs, context)},
-                 .outs = one_each(only_list(outputs, context), group(), context)}};
+                 .outs = one_each("outputs", only_list(outputs, context), group(), context)}};
       });
 }
 
@@ -108,7 +111,7 @@ Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, 
   return call_on_tensors({"lockstep:all_gather", OpType::ALLGATHER_COALESCED, options.asyncOp,
                           options.timeout, inputs, results},
                          [&](const ErrorContext& context) {
-                           nn::check_n_parts(outputs.size(), group(), context);
+                           one_each("lists of outputs", outputs, group(), context);
                            TensorCalls calls;
                            for (const at::Tensor& input : inputs) {
                              calls.push_back({.op = Op::all_gather, .ins = {input}});
@@ -151,36 +154,36 @@ Backend::WorkResult Backend::allgather_into_tensor_coalesced(
 
 Backend::WorkResult Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const c10d::GatherOptions& options) {
-  return call_on_tensors({"lockstep:gather", OpType::GATHER, options.asyncOp, options.timeout,
-                          inputs, outputs.empty() ? Tensors{} : outputs.front()},
-                         [&](const ErrorContext& context) -> TensorCalls {
-                           const int root = rank_of(options.rootRank);
-                           TensorCall call{
-                               .op = Op::gather, .root = root, .ins = {only(inputs, context)}};
-                           if (rank_ == root) {
-                             call.outs = one_each(only_list(outputs, context), group(), context);
-                           } else if (!outputs.empty()) {
-                             throw UsageError(context, "only the destination takes outputs");
-                           }
-                           return {call};
-                         });
+  return call_on_tensors(
+      {"lockstep:gather", OpType::GATHER, options.asyncOp, options.timeout, inputs,
+       outputs.empty() ? Tensors{} : outputs.front()},
+      [&](const ErrorContext& context) -> TensorCalls {
+        const int root = rank_of(options.rootRank);
+        TensorCall call{.op = Op::gather, .root = root, .ins = {only(inputs, context)}};
+        if (rank_ == root) {
+          call.outs = one_each("outputs", only_list(outputs, context), group(), context);
+        } else if (!outputs.empty()) {
+          throw UsageError(context, "only the destination takes outputs");
+        }
+        return {call};
+      });
 }
 
 Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                      const c10d::ScatterOptions& options) {
-  return call_on_tensors({"lockstep:scatter", OpType::SCATTER, options.asyncOp, options.timeout,
-                          inputs.empty() ? outputs : inputs.front(), outputs},
-                         [&](const ErrorContext& context) -> TensorCalls {
-                           const int root = rank_of(options.rootRank);
-                           TensorCall call{
-                               .op = Op::scatter, .root = root, .outs = {only(outputs, context)}};
-                           if (rank_ == root) {
-                             call.ins = one_each(only_list(inputs, context), group(), context);
-                           } else if (!inputs.empty()) {
-                             throw UsageError(context, "only the source takes inputs");
-                           }
-                           return {call};
-                         });
+  return call_on_tensors(
+      {"lockstep:scatter", OpType::SCATTER, options.asyncOp, options.timeout,
+       inputs.empty() ? outputs : inputs.front(), outputs},
+      [&](const ErrorContext& context) -> TensorCalls {
+        const int root = rank_of(options.rootRank);
+        TensorCall call{.op = Op::scatter, .root = root, .outs = {only(outputs, context)}};
+        if (rank_ == root) {
+          call.ins = one_each("inputs", only_list(inputs, context), group(), context);
+        } else if (!inputs.empty()) {
+          throw UsageError(context, "only the source takes inputs");
+        }
+        return {call};
+      });
 }
 
 Backend::WorkResult Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -224,7 +227,7 @@ Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensor
   const auto describe = [&](const ErrorContext& context) -> TensorCalls {
     return {{.op = Op::reduce_scatter,
              .reduce = reduction_of(options.reduceOp, context),
-             .ins = one_each(only_list(inputs, context), group(), context),
+             .ins = one_each("inputs", only_list(inputs, context), group(), context),
              .outs = {only(outputs, context)}}};
   };
   return is_even ? call_on_tensors(asked, describe) : reduce_scatter_uneven(asked, describe);
@@ -307,16 +310,22 @@ void all_to_all_lists(const TensorCall& call, const Group& group, Timeout timeou
       agree_on_sizes(group, sizes_of(call.ins), sizes_of(call.outs), timeout, context);
   if (largest == smallest) return run(call);
   const at::NoGradGuard no_grad;
-  const at::Tensor sent = at::zeros({group.size(), largest}, call.ins[0].options());
+  const auto n_bytes = static_cast<std::size_t>(largest) * call.ins[0].itemsize();
+  // Bytes, because not all types can be set to zero.
+  const at::Tensor sent = at::zeros({group.size(), static_cast<std::int64_t>(n_bytes)}, at::kByte);
   const at::Tensor received = at::empty_like(sent);
-  for (std::int64_t r = 0; r < group.size(); ++r) {
-    const at::Tensor& in = call.ins[static_cast<std::size_t>(r)];
-    sent[r].narrow(0, 0, in.numel()).copy_(in.reshape({-1}));
+  const auto row_of = [n_bytes](const at::Tensor& rows, std::size_t r) {
+    return rows.data_ptr<std::uint8_t>() + r * n_bytes;
+  };
+  for (std::size_t r = 0; r < call.ins.size(); ++r) {
+    const at::Tensor own = nn::dense(call.ins[r]);
+    base::copy_bytes(row_of(sent, r), own.data_ptr(), own.nbytes());
   }
   run({.op = Op::all_to_all, .ins = {sent}, .outs = {received}});
-  for (std::int64_t r = 0; r < group.size(); ++r) {
-    const at::Tensor& out = call.outs[static_cast<std::size_t>(r)];
-    nn::write_back(received[r].narrow(0, 0, out.numel()).view(out.sizes()), out);
+  for (std::size_t r = 0; r < call.outs.size(); ++r) {
+    const at::Tensor own = nn::dense(call.outs[r]);
+    base::copy_bytes(own.data_ptr(), row_of(received, r), own.nbytes());
+    nn::write_back(own, call.outs[r]);
   }
 }
 
@@ -324,7 +333,13 @@ void all_to_all_lists(const TensorCall& call, const Group& group, Timeout timeou
 /// empty: all the same.
 Tensors split_rows(const at::Tensor& tensor, Sizes rows, std::int64_t n_ranks,
                    const ErrorContext& context) {
-  const std::int64_t n_rows = tensor.dim() == 0 ? 0 : tensor.size(0);
+  if (tensor.dim() == 0) {
+    if (n_ranks == 1 && rows.empty()) return {tensor};
+    throw UsageError(context, fmt::format("a tensor without dimensions cannot be split among {} "
+                                          "ranks",
+                                          n_ranks));
+  }
+  const std::int64_t n_rows = tensor.size(0);
   if (rows.empty()) {
     if (n_rows % n_ranks != 0) {
       throw UsageError(context,
@@ -377,8 +392,8 @@ Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
       {"lockstep:all_to_all", OpType::ALLTOALL, options.asyncOp, options.timeout, inputs, outputs},
       [&](const ErrorContext& context) -> TensorCalls {
         return {{.op = Op::all_to_all,
-                 .ins = one_each(inputs, group(), context),
-                 .outs = one_each(outputs, group(), context)}};
+                 .ins = one_each("inputs", inputs, group(), context),
+                 .outs = one_each("outputs", outputs, group(), context)}};
       });
 }
 
@@ -407,8 +422,8 @@ Backend::WorkResult Backend::allreduce_sparse(Tensors& tensors,
                 }
                 return [tensor, context](const Group& group, const Site& site) {
                   const at::NoGradGuard no_grad;
-                  at::Tensor(tensor).copy_(
-                      nn::all_reduce_sparse(tensor, nn::kOfC10d, group, site.timeout, context));
+                  at::Tensor(tensor).copy_(nn::all_reduce_sparse(tensor, /*divisor=*/1, nn::kOfC10d,
+                                                                 group, site.timeout, context));
                 };
               });
 }

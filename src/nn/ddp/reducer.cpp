@@ -234,9 +234,9 @@ void Reducer::average_sparse(Parameter& parameter) {
     gradient = at::sparse_coo_tensor(at::empty({1, 0}, tensor.options().dtype(at::kLong)),
                                      tensor.detach().narrow(0, 0, 0), tensor.sizes());
   }
-  gradient = all_reduce_sparse(gradient, kOperations, group_, {}, context())
-                 .div_(group_.size())
-                 .to(tensor.device());
+  gradient =
+      all_reduce_sparse(gradient, /*divisor=*/group_.size(), kOperations, group_, {}, context())
+          .to(tensor.device());
 }
 
 /// All ranks see the same flags and throw alike.

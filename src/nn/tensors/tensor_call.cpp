@@ -20,8 +20,6 @@
 namespace lockstep::nn {
 namespace {
 
-constexpr const char* kReducible = "bool, u8, i8, i16, i32, i64, f16, bf16, f32 or f64";
-
 bool is_in_place(Op op) { return op == Op::all_reduce || op == Op::reduce || op == Op::broadcast; }
 bool reduces(Op op) { return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter; }
 /// Whether each rank gives a part for every rank, or gets one from every rank.
@@ -71,12 +69,13 @@ ReducedAs checked_reduction(at::ScalarType type, ReduceOp op, const ErrorContext
 }
 
 /// Dense memory on the CPU with the tensor's values: its own, or a copy.
-at::Tensor with_values(const at::Tensor& tensor) {
-  return dense(tensor.is_cpu() ? tensor : tensor.cpu());
+at::Tensor with_values(const at::Tensor& tensor, const Rules& rules) {
+  if (!tensor.is_cpu()) return dense(tensor.cpu());
+  return dense(rules.keeps_memory ? tensor.detach() : tensor);
 }
 /// The same for a result.
-at::Tensor for_result(const at::Tensor& tensor) {
-  if (tensor.is_cpu() && is_dense(tensor)) return tensor;
+at::Tensor for_result(const at::Tensor& tensor, const Rules& rules) {
+  if (tensor.is_cpu() && is_dense(tensor)) return rules.keeps_memory ? tensor.detach() : tensor;
   return at::empty_like(tensor, at::TensorOptions(at::kCPU), at::MemoryFormat::Contiguous);
 }
 
@@ -131,7 +130,8 @@ PreparedCall::PreparedCall(TensorCall call, const Rules& rules, const Group& gro
   is_written_ = gets_result(op, group.rank() == call.root);
   check_tensors(call.ins, outs_, is_written_ || rules.refuses_alike, rules, context);
   const Tensors& some = outs_.empty() ? call.ins : outs_;
-  if (has_parts_in(op) && rules.are_parts_alike && (op != Op::scatter || !call.ins.empty())) {
+  if (has_parts_in(op) && rules.are_parts_alike &&
+      (op != Op::scatter || group.rank() == call.root)) {
     check_parts(call.ins, some.empty() ? at::Tensor() : some.front(), group, rules, context);
   }
   if (!call.ins.empty()) device_ = call.ins.front().device();
@@ -139,12 +139,12 @@ PreparedCall::PreparedCall(TensorCall call, const Rules& rules, const Group& gro
     outs_.push_back(new_rows(call.ins.front(), group.size()));
   }
   for (const at::Tensor& out : outs_) {
-    own_outs_.push_back(nn::is_in_place(op) ? with_values(out) : for_result(out));
+    own_outs_.push_back(nn::is_in_place(op) ? with_values(out, rules) : for_result(out, rules));
   }
   std::vector<MemoryRange> results(outs_.begin(), outs_.end());
   results.insert(results.end(), written.begin(), written.end());
   for (const at::Tensor& in : call.ins) {
-    at::Tensor own = with_values(in);
+    at::Tensor own = with_values(in, rules);
     const MemoryRange range(own);
     const auto overlaps = [&](const MemoryRange& result) { return range.overlaps(result); };
     ins_.push_back(std::ranges::any_of(results, overlaps) ? own.clone() : std::move(own));
@@ -155,6 +155,14 @@ PreparedCall::PreparedCall(TensorCall call, const Rules& rules, const Group& gro
 void PreparedCall::make_call(const TensorCall& call, const Group& group,
                              const ErrorContext& context) {
   const Op op = call.op;
+  for (const Tensors* const tensors : {&ins_, &own_outs_}) {
+    for (const at::Tensor& tensor : *tensors) {
+      if (tensor.numel() == 0 || tensor.data_ptr() != nullptr) continue;
+      throw UsageError(context, fmt::format("a tensor of {} elements has no memory: its storage "
+                                            "was freed",
+                                            tensor.numel()));
+    }
+  }
   // One rank's part.
   const bool is_out = ins_.empty() || op == Op::scatter || op == Op::reduce_scatter;
   const Tensors& of_rank = is_out ? own_outs_ : ins_;
@@ -243,17 +251,17 @@ PreparedCalls::PreparedCalls(std::vector<TensorCall> calls, const Rules& rules, 
   }
 }
 
-void PreparedCalls::run(const Group& group, Timeout timeout) {
+void PreparedCalls::run(const Group& group, Timeout timeout,
+                        const lockstep::detail::TimeLimit* of_all) {
   if (calls_.size() > 1 && calls_.front().is_in_place()) {
     // Here: asynchronous calls before this one have written their results.
     MemoryRanges known;
     for (std::size_t i = 0; i < calls_.size(); ++i) {
-      if (known.add(calls_[i].own_outs_.front(), i)) calls_[i].set_apart();
+      if (known.add(calls_[i].outs_.front(), i)) calls_[i].set_apart();
     }
   }
-  const lockstep::detail::TimeLimit limit(timeout);
   for (const PreparedCall& call : calls_) {
-    call.run(group, limit.timeout());
+    call.run(group, of_all != nullptr ? of_all->timeout() : timeout);
     call.write_back();
   }
 }
@@ -340,8 +348,8 @@ at::Tensor all_gather_rows(const at::Tensor& rows, at::IntArrayRef n_rows, const
   return all;
 }
 
-at::Tensor all_reduce_sparse(const at::Tensor& own, const Rules& rules, const Group& group,
-                             Timeout timeout, const ErrorContext& context) {
+at::Tensor all_reduce_sparse(const at::Tensor& own, int divisor, const Rules& rules,
+                             const Group& group, Timeout timeout, const ErrorContext& context) {
   const at::NoGradGuard no_grad;
   const at::Tensor in = own.coalesce();
   const std::int64_t n_own = in._nnz();
@@ -352,7 +360,8 @@ at::Tensor all_reduce_sparse(const at::Tensor& own, const Rules& rules, const Gr
     return all_gather_rows(rows, n_rows, rules, group, timeout, context);
   };
   const at::Tensor indices = gather(in.indices().t());
-  const at::Tensor values = gather(in.values());
+  at::Tensor values = gather(in.values());
+  if (divisor != 1) values.div_(divisor);  // first: sums of 16-bit floats may overflow
   return at::sparse_coo_tensor(indices.t(), values, own.sizes()).coalesce();
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <lockstep/detail/collective.hpp>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
 
@@ -19,20 +20,26 @@ namespace lockstep::nn {
 
 using Tensors = std::vector<at::Tensor>;
 
+/// The types that a group reduces, for errors.
+inline constexpr const char* kReducible = "bool, u8, i8, i16, i32, i64, f16, bf16, f32 or f64";
+
 /// What the operations of lockstep::nn and those of c10d do otherwise.
 struct Rules {
   bool takes_cuda;          ///< by copies on the CPU
+  bool keeps_memory;        ///< that the tensor has now, whatever it is given later (x.data = y)
   bool tells_autograd;      ///< of memory that was written, as a graph may have saved it
   bool are_parts_alike;     ///< of one shape; else of one size
   bool refuses_alike;       ///< also ranks to whose tensor broadcast or reduce writes nothing
   bool reduces_bool_as_or;  ///< sum and max; product and min as "and", as NCCL does
 };
 inline constexpr Rules kOperations{.takes_cuda = true,
+                                   .keeps_memory = true,
                                    .tells_autograd = true,
                                    .are_parts_alike = true,
                                    .refuses_alike = true,
                                    .reduces_bool_as_or = false};
 inline constexpr Rules kOfC10d{.takes_cuda = false,
+                               .keeps_memory = false,  // its Work does
                                .tells_autograd = false,
                                .are_parts_alike = false,
                                .refuses_alike = false,
@@ -98,8 +105,9 @@ class PreparedCalls {
   /// Throws UsageError, also if two tensors share memory and get different results.
   PreparedCalls(std::vector<TensorCall> calls, const Rules& rules, const Group& group,
                 const ErrorContext& context);
-  /// Also writes the results back. timeout: of all together.
-  void run(const Group& group, Timeout timeout);
+  /// Also writes the results back. timeout: of each; or of_all of all together.
+  void run(const Group& group, Timeout timeout,
+           const lockstep::detail::TimeLimit* of_all = nullptr);
 
  private:
   std::vector<PreparedCall> calls_;
@@ -131,9 +139,10 @@ void check_parts(const Tensors& parts, const at::Tensor& like, const Group& grou
 /// Every rank's rows, in rank order, of which they have n_rows: this rank `rows`. On the CPU.
 at::Tensor all_gather_rows(const at::Tensor& rows, at::IntArrayRef n_rows, const Rules& rules,
                            const Group& group, Timeout timeout, const ErrorContext& context);
-/// The sum of the ranks' sparse COO tensors. On the CPU. The limit is that of each of its messages.
-at::Tensor all_reduce_sparse(const at::Tensor& own, const Rules& rules, const Group& group,
-                             Timeout timeout, const ErrorContext& context);
+/// The sum of the ranks' sparse COO tensors, by divisor. On the CPU. The limit is that of each of
+/// its messages.
+at::Tensor all_reduce_sparse(const at::Tensor& own, int divisor, const Rules& rules,
+                             const Group& group, Timeout timeout, const ErrorContext& context);
 
 /// Removes duplicates. libtorch's parameters() lists a tensor twice if it is registered under two
 /// names.

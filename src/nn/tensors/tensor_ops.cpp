@@ -68,14 +68,15 @@ W start(TensorCall call, const Group& group, Timeout timeout, std::source_locati
 
 /// One operation in place on each tensor, with the values from before the first.
 void run_each(const TensorCall& call, const std::vector<at::Tensor>& tensors, const Group& group,
-              Timeout timeout, std::source_location where, const char* operation = nullptr) {
+              Timeout timeout, std::source_location where, const char* operation = nullptr,
+              const lockstep::detail::TimeLimit* of_all = nullptr) {
   const at::NoGradGuard no_grad;
   const ErrorContext context =
       context_of(operation != nullptr ? operation : std::string(name_of(call.op)), group, where);
   Collective(context.operation, group, where).run([&] {
     std::vector<TensorCall> calls(tensors.size(), call);
     for (std::size_t i = 0; i < tensors.size(); ++i) calls[i].outs = {tensors[i]};
-    PreparedCalls(std::move(calls), kOperations, group, context).run(group, timeout);
+    PreparedCalls(std::move(calls), kOperations, group, context).run(group, timeout, of_all);
   });
 }
 
@@ -100,8 +101,8 @@ std::vector<at::Tensor> TensorsWork::wait() {
 DType dtype_of(const at::Tensor& tensor, std::source_location where) {
   const ErrorContext context{"dtype_of", "", -1, 0, where};
   if (const auto dtype = dtype_of(tensor.scalar_type())) return *dtype;
-  check_reduction(tensor.scalar_type(), ReduceOp::max, context);
-  return {};
+  throw UsageError(context, fmt::format("cannot reduce tensors of type {}; convert to {}",
+                                        c10::toString(tensor.scalar_type()), kReducible));
 }
 
 Elements elements_of(const at::Tensor& tensor, std::source_location where) {
@@ -242,8 +243,8 @@ void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op, const
   lockstep::detail::check_dicts(call, entries, op);
   std::vector<at::Tensor> tensors;
   for (const auto& [key, tensor] : dict) tensors.push_back(tensor);
-  run_each({.op = Op::all_reduce, .reduce = op}, tensors, group, call.limit.timeout(), where,
-           "all_reduce_dict");
+  run_each({.op = Op::all_reduce, .reduce = op}, tensors, group, {}, where, "all_reduce_dict",
+           &call.limit);
 }
 
 void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, double bucket_size_mb,
@@ -251,9 +252,11 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce, dou
                        std::source_location where) {
   const TensorCall all_reduction{.op = Op::all_reduce, .reduce = op};
   const auto once = unique_tensors(params);
-  if (!coalesce) return run_each(all_reduction, once, group, timeout, where, "all_reduce_params");
-  const at::NoGradGuard no_grad;
   const lockstep::detail::TimeLimit limit(timeout);  // of all its collectives together
+  if (!coalesce) {
+    return run_each(all_reduction, once, group, {}, where, "all_reduce_params", &limit);
+  }
+  const at::NoGradGuard no_grad;
   const ErrorContext context = context_of("all_reduce_params", group, where);
   Collective(context.operation, group, where).run([&] {
     for (const at::Tensor& param : once) {

@@ -171,12 +171,10 @@ void Channel::begin(const Call& call) {
   std::uint64_t signature = internal::encode_call(call);
   std::uint64_t hash = site_hash_ ^ call.n_refused * 0x9e3779b97f4a7c15ULL;
   mix(hash, call, signature);
-  if (call.parent_call != nullptr) {
-    recorded = call.parent_call;
-    signature = internal::encode_call(*recorded);
-    for (const Call* part = recorded; part != nullptr; part = part->parent_call) {
-      mix(hash, *part, internal::encode_call(*part));
-    }
+  for (const Call* part = call.parent_call; part != nullptr; part = part->parent_call) {
+    recorded = part;
+    signature = internal::encode_call(*part);
+    mix(hash, *part, signature);
   }
   fingerprint_ = static_cast<std::uint32_t>(hash >> 16U);
   CallRecord& record = lane(rank_).record;
