@@ -230,7 +230,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
 }
 
 void NativeGroup::run(const Group& group, Call call, Timeout timeout) {
-  group.state_->run(std::move(call), timeout);
+  group.state_->run(Call(call), timeout);
 }
 
 Work NativeGroup::post(const Group& group, const Call& call, Timeout timeout) {
