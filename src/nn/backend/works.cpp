@@ -20,8 +20,11 @@ CollectiveWork::CollectiveWork(Group group, c10d::OpType type, const char* title
       results_(std::move(results)) {}
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
-  if (!isCompleted()) {
-    const InterruptibleCall call(group_);
+  if (isCompleted() && !exception()) return true;
+  // Also for a call that has failed: the program's end may have ended it, and then a daemon of
+  // Python stops here.
+  const InterruptibleCall call(group_);
+  {
     std::unique_lock lock(mutex_);
     const auto is_completed = [this] { return completed_; };
     if (timeout == kNoTimeout) {
@@ -37,11 +40,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
                       timeout.count()));
     }
   }
-  if (const std::exception_ptr error = exception()) {
-    // The program's end may have ended the call: then a daemon of Python stops here.
-    const InterruptibleCall call(group_);
-    std::rethrow_exception(error);
-  }
+  if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
   return true;
 }
 
