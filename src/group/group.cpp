@@ -229,7 +229,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   }
 }
 
-void NativeGroup::run(const Group& group, Call call, Timeout timeout) {
+void NativeGroup::run(const Group& group, const Call& call, Timeout timeout) {
   group.state_->run(Call(call), timeout);
 }
 

@@ -22,7 +22,7 @@ class NativeEngine : public Engine {
 
   /// For `at_most` from now, the other ranks do not count this rank as late, unless its process is
   /// stopped: it works elsewhere on behalf of them all. Over messages there is nothing to do: a
-  /// rank whose time ends asks for whom the others wait.
+  /// rank whose time ends asks which ranks the others wait for.
   virtual void extend_deadline(std::chrono::nanoseconds /*at_most*/) noexcept {}
   /// Enclose a call over another engine: what the other ranks report about this one if they time
   /// out waiting for it. begin throws if this engine has already failed.
@@ -39,7 +39,7 @@ struct NativeGroup {
   /// where an operation wants that, the reduction supports the type, and root is a rank. Of
   /// all_reduce and all_gather root may be a tag, 0 or more: what the call is for, which ranks
   /// compare (MismatchError). Ranks may call Group's own operations meanwhile.
-  static void run(const Group& group, Call call, Timeout timeout);
+  static void run(const Group& group, const Call& call, Timeout timeout);
   /// The same as an asynchronous call. What the call points to must live until the Work is done.
   static Work post(const Group& group, const Call& call, Timeout timeout);
   /// See NativeEngine.

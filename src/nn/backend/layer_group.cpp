@@ -46,20 +46,6 @@ std::string text_of_layers(const std::vector<double>& tags) {
   return text + "\n  layer: a hash of its name in the module, or of the line that made it";
 }
 
-/// A call of a layer on `group`, whose ranks compare its tag.
-void run_tagged(const Group& group, const Call& call, Timeout timeout) {
-  internal::NativeGroup::run(group,
-                             {.op = call.op,
-                              .dtype = call.dtype,
-                              .reduce = call.reduce,
-                              .root = call.root,
-                              .count = call.count,
-                              .in = call.in,
-                              .out = call.out,
-                              .where = call.where},
-                             timeout);
-}
-
 class LayerEngine : public internal::NativeEngine {
  public:
   int rank() const noexcept override { return rank_; }
@@ -111,7 +97,7 @@ class OverGroup final : public LayerEngine {
  private:
   void run_layer(const Call& call) override {
     const InterruptibleCall interruptible(group_);
-    run_tagged(group_, call, {});
+    internal::NativeGroup::run(group_, call, {});
   }
 
   const Group group_;
@@ -155,10 +141,11 @@ class OverProcessGroup final : public LayerEngine {
     }
     if (Backend* const own = own_backend(*process_group)) {
       const bool is_gather = call.op == Op::all_gather;
-      return own->run_in_order(
-          is_gather ? "lockstep:all_gather" : "lockstep:all_reduce",
-          is_gather ? c10d::OpType::ALLGATHER : c10d::OpType::ALLREDUCE,
-          [&](const Group& group, Timeout timeout) { run_tagged(group, call, timeout); });
+      return own->run_in_order(is_gather ? "lockstep:all_gather" : "lockstep:all_reduce",
+                               is_gather ? c10d::OpType::ALLGATHER : c10d::OpType::ALLREDUCE,
+                               [&](const Group& group, Timeout timeout) {
+                                 internal::NativeGroup::run(group, call, timeout);
+                               });
     }
     // Not of other exceptions: a process group in Python may raise one, KeyboardInterrupt too.
     try {

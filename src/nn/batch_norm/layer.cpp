@@ -36,33 +36,29 @@ ErrorContext detail::Layer::context(std::string_view pass) const {
 }
 
 void detail::Layer::all_reduce(std::string_view pass, const Elements& message, ReduceOp op) const {
-  communicate(pass, [&] {
-    internal::NativeGroup::run(group,
-                               {.op = Op::all_reduce,
-                                .dtype = message.dtype,
-                                .reduce = op,
-                                .root = tag,
-                                .count = message.count,
-                                .in = message.data,
-                                .out = message.data,
-                                .where = where},
-                               Timeout());
-  });
+  run(pass, {.op = Op::all_reduce,
+             .dtype = message.dtype,
+             .reduce = op,
+             .root = tag,
+             .count = message.count,
+             .in = message.data,
+             .out = message.data,
+             .where = where});
 }
 
 void detail::Layer::all_gather(std::string_view pass, const ConstElements& in,
                                const Elements& out) const {
-  communicate(pass, [&] {
-    internal::NativeGroup::run(group,
-                               {.op = Op::all_gather,
-                                .dtype = in.dtype,
-                                .root = tag,
-                                .count = in.count,
-                                .in = in.data,
-                                .out = out.data,
-                                .where = where},
-                               Timeout());
-  });
+  run(pass, {.op = Op::all_gather,
+             .dtype = in.dtype,
+             .root = tag,
+             .count = in.count,
+             .in = in.data,
+             .out = out.data,
+             .where = where});
+}
+
+void detail::Layer::run(std::string_view pass, const Call& call) const {
+  communicate(pass, [&] { internal::NativeGroup::run(group, call, Timeout()); });
 }
 
 void detail::Layer::rethrow(std::string_view pass, const Error& error) const {

@@ -52,6 +52,7 @@ struct Layer {
   /// This layer's messages.
   void all_reduce(std::string_view pass, const Elements& message, ReduceOp op) const;
   void all_gather(std::string_view pass, const ConstElements& in, const Elements& out) const;
+  void run(std::string_view pass, const Call& call) const;
 
   /// Runs `message`; its errors are rethrown with the layer's name.
   template <class F>
