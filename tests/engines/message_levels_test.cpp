@@ -66,6 +66,16 @@ class MessageLevelsTest : public ::testing::TestWithParam<int> {
 INSTANTIATE_TEST_SUITE_P(Ranks, MessageLevelsTest, ::testing::Values(3, 8, 9, 16, 21, 64, 72),
                          [](const auto& n) { return "ranks_" + std::to_string(n.param); });
 
+/// More than one part.
+class MessagePartsTest : public MessageLevelsTest {};
+INSTANTIATE_TEST_SUITE_P(Ranks, MessagePartsTest, ::testing::Values(9, 16, 21, 64, 72),
+                         [](const auto& of) { return "ranks_" + std::to_string(of.param); });
+
+/// So many that levels have fewer messages than an exchange from each to each.
+class MessageManyPartsTest : public MessageLevelsTest {};
+INSTANTIATE_TEST_SUITE_P(Ranks, MessageManyPartsTest, ::testing::Values(64, 72),
+                         [](const auto& of) { return "ranks_" + std::to_string(of.param); });
+
 /// In the header's message, in slices, from each to each.
 constexpr std::size_t kCounts[] = {0, 1, 16, 17, 300, 600, 2'000, 4'096, 4'097, 70'001};
 
@@ -259,8 +269,7 @@ TEST_P(MessageLevelsTest, every_rank_gets_the_table_of_different_calls) {
   EXPECT_NE(texts[0].find("100"), std::string::npos) << texts[0];
 }
 
-TEST_P(MessageLevelsTest, the_table_of_parts_that_disagree_has_every_rank) {
-  if (n <= 8) GTEST_SKIP() << "one part";
+TEST_P(MessagePartsTest, the_table_of_parts_that_disagree_has_every_rank) {
   std::mutex mutex;
   std::vector<std::string> texts;
   run_message_ranks(n, [&](Engine& engine) {
@@ -393,8 +402,7 @@ TEST_P(MessageLevelsTest, messages_grow_with_the_logarithm_of_ranks) {
   }
 }
 
-TEST_P(MessageLevelsTest, long_data_goes_from_each_to_each) {
-  if (n < 64) GTEST_SKIP() << "levels have as many messages";
+TEST_P(MessageManyPartsTest, long_data_goes_from_each_to_each) {
   // 512 B of each rank are the most that levels pass on.
   for (const std::size_t count : {128, 129}) {
     MessageNetwork network(n);
