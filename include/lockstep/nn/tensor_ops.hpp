@@ -41,7 +41,7 @@ void all_reduce(T&&, Rest&&...) {
   detail::refuse_const_tensor<T>();
 }
 
-/// data <- src's data. Any element type: bytes are transferred.
+/// data <- src's data. Any element type, the same on all ranks.
 void broadcast(at::Tensor& data, int src = 0, const Group& group = default_group(),
                Timeout timeout = {}, std::source_location where = std::source_location::current());
 template <detail::ConstTensor T, class... Rest>
@@ -50,7 +50,7 @@ void broadcast(T&&, Rest&&...) {
 }
 
 /// Returns every rank's data, indexed by rank: contiguous tensors of data's shape, which must be
-/// the same on all ranks. Any element type: bytes are transferred.
+/// the same on all ranks. Any element type.
 std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group = default_group(),
                                    Timeout timeout = {},
                                    std::source_location where = std::source_location::current());
@@ -70,7 +70,7 @@ std::vector<at::Tensor> gather(const at::Tensor& data, int dst = 0,
                                std::source_location where = std::source_location::current());
 
 /// data <- parts[rank] of src: size() tensors of data's shape and type; not used on other ranks.
-/// Any element type: bytes are transferred.
+/// Any element type.
 void scatter(at::Tensor& data, const std::vector<at::Tensor>& parts, int src = 0,
              const Group& group = default_group(), Timeout timeout = {},
              std::source_location where = std::source_location::current());
@@ -90,7 +90,7 @@ void reduce_scatter(T&&, Rest&&...) {
 }
 
 /// Returns, indexed by rank q, rank q's parts[this rank]. parts: size() tensors of one shape and
-/// type, the same on all ranks. Any element type: bytes are transferred.
+/// type, the same on all ranks. Any element type.
 std::vector<at::Tensor> all_to_all(const std::vector<at::Tensor>& parts,
                                    const Group& group = default_group(), Timeout timeout = {},
                                    std::source_location where = std::source_location::current());
