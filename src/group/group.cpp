@@ -174,9 +174,11 @@ Call allocate_call(GroupState& group, std::size_t n_bytes, std::source_location 
 
 /// The asynchronous form of a call, after the checks of its arguments.
 Work post(const std::shared_ptr<GroupState>& group, const Call& call, Timeout timeout) {
-  if (const std::string_view reason = group->engine().why_one_thread(); !reason.empty()) {
+  const Engine* const engine = group->engine();
+  if (engine != nullptr && !engine->why_one_thread().empty()) {
     reject(*group, call,
-           "asynchronous calls run on a thread of their own, but " + std::string(reason));
+           "asynchronous calls run on a thread of their own, but " +
+               std::string(engine->why_one_thread()));
   }
   try {
     return Work(std::make_shared<internal::WorkHandle>(group, call, timeout));
@@ -213,7 +215,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
   const Busy busy{*this};
   if (has_queue_.load(std::memory_order_acquire)) wait_for_posted(call);
-  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure();
+  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure(call);
   sequence_.store(call.sequence, std::memory_order_relaxed);
 
   try {
@@ -248,7 +250,7 @@ Group::Group(std::unique_ptr<Engine> engine, std::string name, std::chrono::mill
 
 int Group::rank() const noexcept { return state_->rank(); }
 int Group::size() const noexcept { return state_->size(); }
-std::string_view Group::backend() const noexcept { return state_->engine().name(); }
+std::string_view Group::backend() const noexcept { return state_->backend(); }
 const std::string& Group::name() const noexcept { return state_->name(); }
 std::chrono::milliseconds Group::timeout() const noexcept { return state_->timeout(); }
 Check Group::check() const noexcept { return state_->check(); }

@@ -20,32 +20,6 @@
 namespace lockstep::internal {
 namespace {
 
-/// Replaces the engine when the program exits.
-class RetiredEngine final : public Engine {
- public:
-  RetiredEngine(std::string name, int rank, int size)
-      : name_(std::move(name)), rank_(rank), size_(size) {}
-  std::string_view name() const noexcept override { return name_; }
-  int rank() const noexcept override { return rank_; }
-  int size() const noexcept override { return size_; }
-  void run(const Call& call) override { reject(call); }
-  std::unique_ptr<Engine> split(const Call& call, int, int) override { reject(call); }
-  std::unique_ptr<SharedMemory> allocate(const Call& call) override { reject(call); }
-  void abandon(std::string_view) noexcept override {}
-  void leave(std::string_view) noexcept override {}
-
- private:
-  [[noreturn]] void reject(const Call& call) const {
-    throw UsageError(context_of(call, rank_),
-                     "this rank has left the world, because the program is ending (main returned, "
-                     "or exit was called); communicate before that");
-  }
-
-  std::string name_;
-  int rank_;
-  int size_;
-};
-
 /// What a fork of a rank must not destroy: another process's connections, and threads that it does
 /// not have and would wait for.
 struct Inherited {
@@ -69,6 +43,7 @@ GroupState::GroupState(std::unique_ptr<Engine>&& engine, std::string name,
                                                     : std::this_thread::get_id()),
       name_(std::move(name)),
       timeout_(timeout),
+      backend_(engine->name()),
       rank_(engine->rank()),
       size_(engine->size()),
       check_(check),
@@ -91,7 +66,7 @@ GroupState::~GroupState() {
 void GroupState::abandon(std::string_view reason) noexcept {
   if (process_.is_forked_child()) return;
   const std::lock_guard lock(mutex_);  // any thread abandons, also while the program exits
-  engine_->abandon(reason);
+  if (engine_) engine_->abandon(reason);
 }
 
 void GroupState::hold(Call call, Timeout timeout) {
@@ -100,7 +75,7 @@ void GroupState::hold(Call call, Timeout timeout) {
   if (!try_hold()) throw_busy(call);
   try {
     wait_for_posted(call);
-    if (is_dead_.load(std::memory_order_acquire)) rethrow_failure();
+    if (is_dead_.load(std::memory_order_acquire)) rethrow_failure(call);
   } catch (...) {
     release();
     throw;
@@ -134,6 +109,7 @@ void GroupState::throw_forked_child(const Call& call) const {
 }
 
 void GroupState::throw_other_thread(const Call& call) {
+  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure(call);
   const std::string text = "called on another thread; " + std::string(engine_->why_one_thread());
   refuse(call, name_of(call.op), text);
   throw UsageError(context_of(call, rank_), text);
@@ -261,8 +237,8 @@ void GroupState::retire() noexcept {
   has_queue_.store(false, std::memory_order_relaxed);
   queue_.reset();  // its calls have a timeout
   group_recorder_ = GroupRecorder(nullptr, name_, rank_, size_, /*engine_reports=*/false);
-  std::unique_ptr<Engine> engine =
-      std::make_unique<RetiredEngine>(std::string(engine_->name()), rank_, size_);
+  is_dead_.store(true, std::memory_order_release);
+  std::unique_ptr<Engine> engine;
   {
     const std::lock_guard lock(mutex_);
     engine_.swap(engine);
@@ -319,7 +295,7 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout
 }
 
 void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
-  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure();
+  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure(call);
   if (limit.is_over() && call.timeout.count() > 0) {
     fail_with_timeout(call, fmt::format("rank {} spent the {:g} s of this call's limit in earlier "
                                         "asynchronous calls",
@@ -369,9 +345,12 @@ void GroupState::mark_dead() noexcept {
   }
 }
 
-void GroupState::rethrow_failure() {
+void GroupState::rethrow_failure(const Call& call) {
   const std::lock_guard lock(mutex_);
-  std::rethrow_exception(failure_);
+  if (failure_) std::rethrow_exception(failure_);
+  throw UsageError(context_of(call, rank_),
+                   "this rank has left the world, because the program is ending (main returned, or "
+                   "exit was called); communicate before that");
 }
 
 std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout, ErrorContext context) {

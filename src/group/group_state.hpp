@@ -33,7 +33,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   GroupState(const GroupState&) = delete;
   GroupState& operator=(const GroupState&) = delete;
 
-  Engine& engine() const noexcept { return *engine_; }
+  /// Null after retire().
+  const Engine* engine() const noexcept { return engine_.get(); }
+  const std::string& backend() const noexcept { return backend_; }
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
   const std::string& name() const noexcept { return name_; }
@@ -127,12 +129,13 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// In a handler: rethrows what the call threw.
   [[noreturn]] void fail(const Call& call);
   void mark_dead() noexcept;
-  [[noreturn]] void rethrow_failure();
+  [[noreturn]] void rethrow_failure(const Call& call);
 
   base::ForkGuard process_;
   std::thread::id only_thread_;  ///< that may call; none: any may
   std::string name_;
   std::chrono::milliseconds timeout_;
+  std::string backend_;
   int rank_;
   int size_;
   Check check_;
@@ -143,7 +146,7 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   std::atomic<bool> is_dead_{false};
   /// Guards failure_, the refusals, the creation of queue_, and engine_ in abandon and retire.
   mutable std::mutex mutex_;
-  std::exception_ptr failure_;
+  std::exception_ptr failure_;  ///< of a group that is dead, unless retire() ended it
   int n_children_ = 0;
   std::atomic<std::uint32_t> n_refused_{0};   ///< collectives
   std::atomic<std::uint64_t> n_refusals_{0};  ///< of any operation

@@ -5,15 +5,15 @@
 namespace lockstep::internal {
 namespace {
 
-bool ask(const Engine& engine, bool (NativeEngine::*question)() const noexcept) noexcept {
-  const auto* const native = dynamic_cast<const NativeEngine*>(&engine);
+bool ask(const Engine* engine, bool (NativeEngine::*question)() const noexcept) noexcept {
+  const auto* const native = dynamic_cast<const NativeEngine*>(engine);
   return native != nullptr && (native->*question)();
 }
 
 }  // namespace
 
 bool reports_progress(const Engine& engine) noexcept {
-  return ask(engine, &NativeEngine::reports_progress);
+  return ask(&engine, &NativeEngine::reports_progress);
 }
 
 bool NativeGroup::has_low_latency(const Group& group) noexcept {

@@ -7,16 +7,15 @@
 #include <mutex>
 #include <optional>
 
+#include "group/native_engine.hpp"
 #include "group/no_rank_text.hpp"
-#include "nn/backend/interpreter.hpp"
+#include "nn/interpreter.hpp"
 
 namespace lockstep::backend {
 
 using c10d::OpType;
 
 namespace {
-
-constinit Interpreter current_interpreter;
 
 struct Registry {
   std::mutex mutex;
@@ -29,10 +28,6 @@ Registry& registry() {
 }
 
 }  // namespace
-
-const Interpreter& interpreter() noexcept { return current_interpreter; }
-
-void set_interpreter(const Interpreter& interpreter) noexcept { current_interpreter = interpreter; }
 
 void LivingBackends::add(const c10::intrusive_ptr<Backend>& backend) {
   Registry& living = registry();
@@ -179,21 +174,24 @@ Backend::WorkResult Backend::call_here(const Asked& asked, c10::intrusive_ptr<Co
   const Site site{.timeout = timeout_of(asked.timeout), .where = here.where()};
   const Run run = before_call(operation, site.where,
                               [&] { return prepare(context_of_call(operation, site.where)); });
-  if (process_.is_forked_child()) {
-    // Throws; the queue may be that of a thread which is not here.
-    run_on_group(operation, run, site);
-  } else {
-    const auto limit = site.timeout.or_else({});
-    const auto pending = queue_->run(limit, [&](std::chrono::milliseconds left) {
-      run_on_group(operation, run, Site{.timeout = left, .where = site.where});
-    });
-    if (pending) {
-      const double limit_s = std::chrono::duration<double>(limit).count();
-      end_late(context_of(operation, site.where), pending->waited_for(rank_, limit_s));
-    }
-  }
+  run_here(operation, run, site);
   work->complete(nullptr);
   return work;
+}
+
+void Backend::run_here(const char* operation, const Run& run, const Site& site) {
+  if (process_.is_forked_child()) {
+    // Throws; the queue may be that of a thread which is not here.
+    return run_on_group(operation, run, site);
+  }
+  const auto limit = site.timeout.or_else({});
+  const auto pending = queue_->run(limit, [&](std::chrono::milliseconds left) {
+    run_on_group(operation, run, Site{.timeout = left, .where = site.where});
+  });
+  if (pending) {
+    const double limit_s = std::chrono::duration<double>(limit).count();
+    end_late(context_of(operation, site.where), pending->waited_for(rank_, limit_s));
+  }
 }
 
 Backend::WorkResult Backend::call_on_queue(const Asked& asked,
@@ -231,17 +229,18 @@ Backend::WorkResult Backend::call_on_tensors(const Asked& asked, const Describe&
   });
 }
 
-void Backend::run_in_order(const char* title, OpType type,
-                           const std::function<void(const Group& group, Timeout timeout)>& run) {
-  call({.title = title,
-        .type = type,
-        .is_async = false,
-        .timeout = c10d::kUnsetTimeout,
-        .inputs = {},
-        .results = {}},
-       [&](const ErrorContext&) -> Run {
-         return [&](const Group& group, const Site& site) { run(group, site.timeout); };
-       });
+void Backend::run_in_order(const Call& call) {
+  const bool is_gather = call.op == Op::all_gather;
+  const char* const title = is_gather ? "lockstep:all_gather" : "lockstep:all_reduce";
+  n_calls_.fetch_add(1, std::memory_order_relaxed);
+  CollectiveWork work(group(), is_gather ? OpType::ALLGATHER : OpType::ALLREDUCE, title, {}, {});
+  static_cast<void>(context_of_call(operation_of(title), call.where));
+  run_here(operation_of(title),
+           [&](const Group& group, const Site& site) {
+             internal::NativeGroup::run(group, call, site.timeout);
+           },
+           {.timeout = timeout_of(c10d::kUnsetTimeout), .where = call.where});
+  work.complete(nullptr);
 }
 
 Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context,

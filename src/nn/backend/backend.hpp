@@ -18,14 +18,18 @@
 #include "base/fork_guard.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
 #include "group/call_queue.hpp"
-#include "nn/backend/interpreter.hpp"
 #include "nn/backend/monitored_barrier.hpp"
 #include "nn/backend/tensors.hpp"
 #include "nn/backend/works.hpp"
 #include "nn/error.hpp"
+#include "nn/interpreter.hpp"
 #include "nn/tensors/tensor_call.hpp"
 
 namespace lockstep::backend {
+
+using nn::interpreter;
+using nn::InterruptibleCall;
+using nn::Released;
 
 /// A c10d backend for tensors of the CPU over one lockstep group. A call with asyncOp = false runs
 /// on the caller's thread, one with asyncOp = true on the backend's, all in the order of the
@@ -70,9 +74,8 @@ class Backend final : public c10d::Backend {
   /// A call that an exception ended before its first message counts as refused, after those that
   /// are posted: see lockstep::detail::Collective.
   void refuse(std::string operation, std::source_location where, std::string reason) noexcept;
-  /// run(group, timeout) on this thread, as a blocking call of the program.
-  void run_in_order(const char* title, c10d::OpType type,
-                    const std::function<void(const Group& group, Timeout timeout)>& run);
+  /// An all_gather or all_reduce of a layer, as a blocking call of the program, but for interrupts.
+  void run_in_order(const Call& call);
   /// Ends calls under way, for peers with `failure` if it is not empty, and waits for the callbacks
   /// of futures.
   void end_callbacks(const std::string& failure);
@@ -149,6 +152,8 @@ class Backend final : public c10d::Backend {
   /// What runs a call whose arguments have been checked.
   using Run = std::function<void(const Group& group, const Site& site)>;
   void run_on_group(const char* operation, const Run& run, const Site& site) const;
+  /// On this thread, after the posted calls.
+  void run_here(const char* operation, const Run& run, const Site& site);
   /// One send or receive.
   struct Message {
     const char* title;

@@ -16,9 +16,7 @@
 #include <vector>
 
 #include "group/mismatch.hpp"
-#include "group/native_engine.hpp"
 #include "nn/backend/backend.hpp"
-#include "nn/backend/interpreter.hpp"
 #include "nn/c10d/c10d_error.hpp"
 
 namespace lockstep::backend {
@@ -46,72 +44,25 @@ std::string text_of_layers(const std::vector<double>& tags) {
   return text + "\n  layer: a hash of its name in the module, or of the line that made it";
 }
 
-class LayerEngine : public internal::NativeEngine {
+/// Carries what a batch normalisation communicates over a process group.
+class ProcessGroupEngine final : public Engine {
  public:
+  explicit ProcessGroupEngine(const c10::intrusive_ptr<ProcessGroup>& process_group)
+      : process_group_(process_group),
+        name_(process_group->getBackendName()),
+        rank_(process_group->getRank()),
+        size_(process_group->getSize()),
+        has_cpu_(has_device(*process_group, at::kCPU)),
+        needs_cuda_(!has_cpu_ && has_device(*process_group, at::kCUDA)) {}
+
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
   std::string_view name() const noexcept override { return name_; }
+  void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int /*color*/, int /*key*/) override {
     reject(call);
   }
   std::unique_ptr<SharedMemory> allocate(const Call& call) override { reject(call); }
-  void leave(std::string_view /*failure*/) noexcept override {}
-  void run(const Call& call) final {
-    if (call.op != Op::all_reduce && (call.op != Op::all_gather || !call.counts.empty())) {
-      reject(call);
-    }
-    run_layer(call);
-  }
-
- protected:
-  LayerEngine(std::string name, int rank, int size)
-      : name_(std::move(name)), rank_(rank), size_(size) {}
-  [[noreturn]] void reject(const Call& call) const {
-    throw UsageError(context_of(call, rank_),
-                     fmt::format("a group for batch normalisation has no {}", name_of(call.op)));
-  }
-
-  const std::string name_;
-  const int rank_, size_;
-
- private:
-  virtual void run_layer(const Call& call) = 0;
-};
-
-class OverGroup final : public LayerEngine {
- public:
-  explicit OverGroup(const Group& group)
-      : LayerEngine(std::string(group.backend()), group.rank(), group.size()), group_(group) {}
-
-  bool has_low_latency() const noexcept override {
-    return internal::NativeGroup::has_low_latency(group_);
-  }
-  bool reduces_moments() const noexcept override {
-    return internal::NativeGroup::reduces_moments(group_);
-  }
-  void refuse(const Refusal& refusal) noexcept override {
-    detail::Collective(refusal.operation, group_, refusal.where).refuse(refusal.reason);
-  }
-  void abandon(std::string_view reason) noexcept override { group_.abandon(reason); }
-
- private:
-  void run_layer(const Call& call) override {
-    const InterruptibleCall interruptible(group_);
-    internal::NativeGroup::run(group_, call, {});
-  }
-
-  const Group group_;
-};
-
-class OverProcessGroup final : public LayerEngine {
- public:
-  explicit OverProcessGroup(const c10::intrusive_ptr<ProcessGroup>& process_group)
-      : LayerEngine(process_group->getBackendName(), process_group->getRank(),
-                    process_group->getSize()),
-        process_group_(process_group),
-        has_cpu_(has_device(*process_group, at::kCPU)),
-        needs_cuda_(!has_cpu_ && has_device(*process_group, at::kCUDA)) {}
-
   void refuse(const Refusal& refusal) noexcept override {
     with_own_backend([&](Backend& own) {
       own.refuse(std::string(refusal.operation), refusal.where, std::string(refusal.reason));
@@ -120,8 +71,13 @@ class OverProcessGroup final : public LayerEngine {
   void abandon(std::string_view reason) noexcept override {
     with_own_backend([&](Backend& own) { own.group().abandon(reason); });
   }
+  void leave(std::string_view /*failure*/) noexcept override {}
 
  private:
+  [[noreturn]] void reject(const Call& call) const {
+    throw UsageError(context_of(call, rank_),
+                     fmt::format("a group for batch normalisation has no {}", name_of(call.op)));
+  }
   /// lockstep's own backend; null: another's, where c10d has no way to tell the peers.
   Backend* own_backend(ProcessGroup& process_group) const {
     return has_cpu_ ? dynamic_cast<Backend*>(process_group.getBackend(c10::DeviceType::CPU).get())
@@ -132,31 +88,6 @@ class OverProcessGroup final : public LayerEngine {
     const auto process_group = process_group_.lock();
     if (Backend* const own = process_group ? own_backend(*process_group) : nullptr) f(*own);
   } catch (const std::exception&) {  // no memory, or no backend after all
-  }
-
-  void run_layer(const Call& call) override {
-    const auto process_group = process_group_.lock();
-    if (!process_group) {
-      throw EngineError(context_of(call, rank_), "the process group has been destroyed");
-    }
-    if (Backend* const own = own_backend(*process_group)) {
-      const bool is_gather = call.op == Op::all_gather;
-      return own->run_in_order(is_gather ? "lockstep:all_gather" : "lockstep:all_reduce",
-                               is_gather ? c10d::OpType::ALLGATHER : c10d::OpType::ALLREDUCE,
-                               [&](const Group& group, Timeout timeout) {
-                                 internal::NativeGroup::run(group, call, timeout);
-                               });
-    }
-    // Not of other exceptions: a process group in Python may raise one, KeyboardInterrupt too.
-    try {
-      exchange(*process_group, call);
-    } catch (const Error&) {
-      throw;
-    } catch (const c10::Error& error) {
-      fail(call, error);
-    } catch (const std::runtime_error& error) {
-      fail(call, error);
-    }
   }
   /// Sets asyncOp = false in versions of c10d that have it.
   template <class Options>
@@ -209,21 +140,40 @@ class OverProcessGroup final : public LayerEngine {
   }
 
   const WeakProcessGroup process_group_;
+  const std::string name_;
+  const int rank_, size_;
   const bool has_cpu_, needs_cuda_;
 };
 
-}  // namespace
-
-Group layer_group(const Group& group) {
-  return {std::make_unique<OverGroup>(group), group.name(), group.timeout(), group.check()};
+void ProcessGroupEngine::run(const Call& call) {
+  if (call.op != Op::all_reduce && (call.op != Op::all_gather || !call.counts.empty())) {
+    reject(call);
+  }
+  const auto process_group = process_group_.lock();
+  if (!process_group) {
+    throw EngineError(context_of(call, rank_), "the process group has been destroyed");
+  }
+  if (Backend* const own = own_backend(*process_group)) return own->run_in_order(call);
+  // Not of other exceptions: a process group in Python may raise one, KeyboardInterrupt too.
+  try {
+    exchange(*process_group, call);
+  } catch (const Error&) {
+    throw;
+  } catch (const c10::Error& error) {
+    fail(call, error);
+  } catch (const std::runtime_error& error) {
+    fail(call, error);
+  }
 }
+
+}  // namespace
 
 Group layer_group(const c10::intrusive_ptr<ProcessGroup>& process_group) {
   // As the backend names it (_backend.py).
   const std::string name = process_group->getGroupDesc() == "default_pg"
                                ? "world"
                                : "process group " + process_group->getGroupName();
-  return {std::make_unique<OverProcessGroup>(process_group), name,
+  return {std::make_unique<ProcessGroupEngine>(process_group), name,
           std::chrono::hours(24)};  // not used: the process group's own timeout ends its calls
 }
 

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "base/wait_until_true.hpp"
-#include "nn/backend/interpreter.hpp"
 #include "nn/c10d/c10d_error.hpp"
 #include "nn/error.hpp"
+#include "nn/interpreter.hpp"
 
 namespace lockstep::backend {
 

@@ -8,6 +8,7 @@
 #include "group/failure.hpp"
 #include "group/native_engine.hpp"
 #include "nn/error.hpp"
+#include "nn/interpreter.hpp"
 #include "nn/tensors/hash.hpp"
 
 namespace lockstep::nn {
@@ -58,6 +59,7 @@ void detail::Layer::all_gather(std::string_view pass, const ConstElements& in,
 }
 
 void detail::Layer::run(std::string_view pass, const Call& call) const {
+  const InterruptibleCall interruptible(group);  // Ctrl-C ends it, also within backward
   communicate(pass, [&] { internal::NativeGroup::run(group, call, Timeout()); });
 }
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "nn/backend/backend.hpp"
-#include "nn/backend/interpreter.hpp"
+#include "nn/interpreter.hpp"
 #include "nn/python/torch_module.hpp"
 #include "python/gil.hpp"
 
@@ -68,7 +68,7 @@ void reacquire_gil(void* released) {
   if (released != nullptr) take_gil(static_cast<PyThreadState*>(released));
 }
 
-c10::intrusive_ptr<c10d::Backend> make_gloo(const backend::Interpreter::Gloo& gloo) {
+c10::intrusive_ptr<c10d::Backend> make_gloo(const nn::Interpreter::Gloo& gloo) {
   const py::gil_scoped_acquire gil;
   return py::module_::import("lockstep._backend")
       .attr("make_gloo")(gloo.store, gloo.rank, gloo.size, gloo.timeout, gloo.is_on_one_host)
@@ -96,7 +96,7 @@ void define_backend(py::module_& module) {
   core().add_folder(folder.c_str());
   const py::object entry_point = py::module_::import("lockstep_torch").attr("__path__");
   core().add_folder(entry_point[py::int_(0)].cast<std::string>().c_str());
-  backend::set_interpreter({.where = python_line,
+  nn::set_interpreter({.where = python_line,
                             .begin_call = begin_call,
                             .end_call = end_call,
                             .watch_interrupts = watch_interrupts,

@@ -23,16 +23,15 @@ namespace lockstep::python {
 namespace {
 
 using at::Tensor;
-using backend::layer_group;
 using MaybeTensor = std::optional<Tensor>;
 
 Tensor value_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
 
 /// group: of torch.distributed, a lockstep.Group, or None: lockstep's default group.
 Group group_of(const py::object& group, std::source_location where) {
-  if (group.is_none()) return layer_group(default_group(where));
-  if (const Group* const own = core().group_of(group.ptr())) return layer_group(*own);
-  return layer_group(py::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(group));
+  if (group.is_none()) return default_group(where);
+  if (const Group* const own = core().group_of(group.ptr())) return *own;
+  return backend::layer_group(py::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(group));
 }
 
 /// What the program has given to a layer. Throws UsageError if it is of another type.

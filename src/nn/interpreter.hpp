@@ -1,15 +1,20 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 #include <lockstep/group.hpp>
 #include <source_location>
 
-namespace lockstep::backend {
+namespace c10d {
+class Backend;
+class Store;
+}  // namespace c10d
 
-/// What the backend takes from the language of the program. The defaults are those of C++.
+namespace lockstep::nn {
+
+/// What layers and the backend of c10d take from the language of the program. The defaults are
+/// those of C++.
 struct Interpreter {
   struct Gloo {
     const c10::intrusive_ptr<c10d::Store>& store;
@@ -33,13 +38,11 @@ struct Interpreter {
   /// waits may need that lock. The result goes to reacquire.
   void* (*release)() = []() -> void* { return nullptr; };
   void (*reacquire)(void* released) = [](void*) {};
-  /// A ProcessGroupGloo, whose headers PyTorch's package lacks; null: there is none.
-  c10::intrusive_ptr<c10d::Backend> (*make_gloo)(const Gloo& gloo) = [](const Gloo&) {
-    return c10::intrusive_ptr<c10d::Backend>();
-  };
+  /// Makes a ProcessGroupGloo, whose headers PyTorch's package lacks. Null in C++.
+  c10::intrusive_ptr<c10d::Backend> (*make_gloo)(const Gloo& gloo) = nullptr;
 };
 
-/// Of this process. Set it before the first backend is made.
+/// Of this process. Set it before the first layer or backend is made.
 const Interpreter& interpreter() noexcept;
 void set_interpreter(const Interpreter& interpreter) noexcept;
 
@@ -71,4 +74,4 @@ class InterruptibleCall {
   std::source_location where_;
 };
 
-}  // namespace lockstep::backend
+}  // namespace lockstep::nn
