@@ -3,7 +3,7 @@
 
 # What repeats the same code with more ranks or under launchers that are not lockstep's, and what
 # measures: only with --all, as `./dev nightly` does.
-nightly_tests='*/threads_8:*/processes_8:*/hosts_8:*/gloo_8:*MpiTest.conformance_*:*MpiHostsTest.*'
+nightly_tests='*64_mebibytes*:*/threads_8:*/processes_8:*/hosts_8:*/gloo_8:*MpiTest.conformance_*:*MpiHostsTest.*'
 nightly_tests+=':*MpiTest.operations_of_the_doctor/openmpi:*MpiTest.*_computes_wrongly/openmpi'
 nightly_tests+=':RustBindingTest.*:*SlurmTest.*:LaunchersTest.*torchrun*:LaunchersTest.scripts_*:Bench*:LargeObjectsTest.*'
 

@@ -104,6 +104,17 @@ TEST_P(Conformance, all_reduce_of_every_type_and_reduction) {
   });
 }
 
+// In nightly.
+TEST_P(Conformance, all_reduce_of_64_mebibytes) {
+  run([] {
+    const Group group = default_group();
+    constexpr std::size_t kCount = (64UL << 20) / sizeof(float);
+    Bytes data = values(DType::f32, kCount, /*seed=*/1, group.rank());
+    group.all_reduce({data.data(), kCount, DType::f32});
+    ASSERT_EQ(data, all_reduced(DType::f32, ReduceOp::sum, kCount, /*seed=*/1, group.size()));
+  });
+}
+
 TEST_P(Conformance, all_reduce_of_every_length) {
   run([] {
     const Group group = default_group();
