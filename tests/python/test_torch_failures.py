@@ -424,15 +424,24 @@ def test_the_programs_timeout_wins_over_the_environments(run_torch):
     )
 
 
-@pytest.mark.parametrize("wait", ["dist.barrier(group)", "dist.all_reduce(torch.ones(1), group, async_op=True).wait()"])
-def test_a_daemon_in_a_call_when_python_ends(run_torch, wait):
+@pytest.mark.parametrize(
+    "call",
+    ["is_there.set(); dist.barrier(group)", "work = dist.all_reduce(x, group=group, async_op=True); is_there.set(); work.wait()"],
+    ids=["barrier", "wait"],
+)
+def test_a_daemon_in_a_call_when_python_ends(run_torch, call):
+    """In ours: torch itself ends the process where its own functions take the GIL when Python has ended."""
     for _ in range(5):
         run_torch(
             2,
             f"""
             group = dist.new_group([0, 1])
+            x = torch.ones(1)
+            is_there = threading.Event()
+            def wait(): {call}
             if rank == 0:
-                threading.Thread(target=lambda: {wait.replace("(torch.ones(1), group", "(torch.ones(1), group=group")}, daemon=True).start()
+                threading.Thread(target=wait, daemon=True).start()
+                is_there.wait()
             dist.barrier()
             """,
         )
