@@ -21,6 +21,22 @@ TORCH_PRELUDE = (
     "dist.init_process_group('lockstep'); rank, size = dist.get_rank(), dist.get_world_size()\n"
 )
 
+# The ranks of layers, by what their messages go through: a lockstep.Group, or a process group of Gloo or of lockstep.
+WORLDS = {
+    "no torch.distributed": (
+        "ls.init_dist(timeout=60); rank, size = ls.get_dist_info(); sum_over_ranks, barrier = ls.all_reduce, ls.barrier"
+    ),
+    **{
+        backend: (
+            f"dist.init_process_group('{backend}'); rank, size = dist.get_rank(), dist.get_world_size(); "
+            # Without it torch may end a process with std::terminate.
+            "import atexit; atexit.register(dist.destroy_process_group); "
+            "sum_over_ranks, barrier = dist.all_reduce, dist.barrier"
+        )
+        for backend in ["gloo", "lockstep"]
+    },
+}
+
 
 def in_a_file(name="store"):
     """For a program's second default group a store of its own.
@@ -79,6 +95,23 @@ def run_ranks(tmp_path):
 def run_torch(run_ranks):
     """run_ranks for a program that has torch's `dist`, over lockstep."""
     return lambda n, program, **options: run_ranks(n, program, **{"prelude": TORCH_PRELUDE, **options})
+
+
+@pytest.fixture(params=WORLDS)
+def world(request):
+    return request.param
+
+
+@pytest.fixture
+def run_layers(run_ranks, world):
+    """run_ranks for a program of layers, over each of WORLDS."""
+    prelude = (
+        "import copy, os, signal, sys, time; import torch, torch.distributed as dist; from torch import nn; "
+        "import lockstep as ls, lockstep.nn; from ranks import OverRanks, own_group, raises; "
+        f"torch.set_num_threads(1); torch.manual_seed(0); {WORLDS[world]}; "
+        "compare = OverRanks(rank, sum_over_ranks).compare; converted = lambda plain: ls.nn.convert_sync_batchnorm(copy.deepcopy(plain))\n"
+    )
+    return lambda n, program, **options: run_ranks(n, program, **{"prelude": prelude, **options})
 
 
 @pytest.fixture

@@ -23,6 +23,16 @@ class raises:
         return True
 
 
+def own_group(*parts):
+    """Of the groups of these ranks that of this rank: of torch.distributed if it is initialised, else of lockstep."""
+    import torch.distributed as dist
+
+    import lockstep
+
+    own = next(i for i, part in enumerate(parts) if (dist if dist.is_initialized() else lockstep).get_rank() in part)
+    return [dist.new_group(part) for part in parts][own] if dist.is_initialized() else lockstep.default_group().split(own)
+
+
 def close(actual, expected, tolerance, what, dtype=None):
     """Relative where the expected values are large."""
     import torch

@@ -1,7 +1,7 @@
 """A handler of a signal that raises, in each phase of a call: what the rank gets, what the others get, and what is then."""
 
 import pytest
-from test_nn import WORLDS
+from conftest import WORLDS
 
 pytest.importorskip("torch")
 
@@ -41,14 +41,11 @@ act = lambda: gradient.pow(2).sum().backward()
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("world", WORLDS)
-def test_before_a_message_of_a_layer(run_ranks, world, phase):
+def test_before_a_message_of_a_layer(run_layers, world, phase):
     """Over Gloo, whose waits no signal ends, the handler runs when the layer has done its part."""
-    run_ranks(
+    run_layers(
         2,
-        "import os, signal, torch, torch.distributed as dist, lockstep as ls, lockstep.nn; from ranks import raises; "
-        f"torch.set_num_threads(1); {WORLDS[world]}\n"
-        + KICK
+        KICK
         + f"""
 layer = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
 x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
@@ -68,7 +65,6 @@ else:
     with raises(ls.Error, "rank 0", "ZeroDivisionError: stopped"): act()
     with raises(ls.Error, "ZeroDivisionError: stopped"): again(x)
 """,
-        prelude="",
     )
 
 
@@ -130,12 +126,10 @@ dist.barrier()
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("world", [world for world in WORLDS if world != "gloo"])
-def test_ctrl_c_ends_the_wait_of_a_layer(run_ranks, world, phase):
-    run_ranks(
+def test_ctrl_c_ends_the_wait_of_a_layer(run_layers, phase):
+    run_layers(
         2,
-        "import os, signal, time, torch, torch.distributed as dist, lockstep as ls, lockstep.nn; from ranks import raises; "
-        f"torch.set_num_threads(1); {WORLDS[world]}\n"
-        + KICK
+        KICK
         + f"""
 layer = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
 x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
@@ -155,5 +149,4 @@ else:
     with raises(ls.PeerFailed, "rank 0 failed: KeyboardInterrupt"): act()
 with raises(ls.PeerFailed, "rank 0 failed: KeyboardInterrupt"): layer(x)
 """,
-        prelude="",
     )

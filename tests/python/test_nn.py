@@ -1,33 +1,13 @@
 """lockstep.nn over several ranks: each compares itself with one rank that has the whole batch."""
 
 import pytest
+from conftest import WORLDS
 
 pytest.importorskip("torch")
 
-WORLDS = {
-    "no torch.distributed": "ls.init_dist(timeout=60); rank, size = ls.get_dist_info(); sum_over_ranks = ls.all_reduce",
-    **{
-        backend: (
-            f"dist.init_process_group('{backend}'); rank, size = dist.get_rank(), dist.get_world_size(); "
-            # Without it torch may end a process with std::terminate.
-            "sum_over_ranks = dist.all_reduce; import atexit; atexit.register(dist.destroy_process_group)"
-        )
-        for backend in ["gloo", "lockstep"]
-    },
-}
 
-
-def prelude(world):
-    return (
-        "import copy, sys, torch, torch.distributed as dist, lockstep as ls, lockstep.nn; from torch import nn; "
-        f"from ranks import OverRanks, raises; torch.set_num_threads(1); torch.manual_seed(0); {WORLDS[world]}; "
-        "compare = OverRanks(rank, sum_over_ranks).compare; converted = lambda plain: ls.nn.convert_sync_batchnorm(copy.deepcopy(plain))\n"
-    )
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_results_are_those_of_one_rank(run_ranks, world):
-    run_ranks(
+def test_results_are_those_of_one_rank(run_layers):
+    run_layers(
         3,
         """
 equal, uneven, few = [4, 4, 4], [5, 0, 2], [1, 0, 1]
@@ -57,13 +37,11 @@ layer.eval()
 if rank == 0:
     layer(torch.zeros(1, 4, 1, 1, dtype=torch.float64))  # not collective
 """,
-        prelude=prelude(world),
     )
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_scope(run_ranks, world):
-    run_ranks(
+def test_scope(run_layers):
+    run_layers(
         2,
         """
 def compare_in_scope(plain, layer, run=None):
@@ -95,66 +73,74 @@ total = layer.running_mean.clone()
 sum_over_ranks(total)
 assert not torch.allclose(total, size * layer.running_mean)
 """,
-        prelude=prelude(world),
     )
 
 
-def test_groups(run_ranks):
-    run_ranks(
+def test_groups(run_layers, world):
+    run_layers(
         4,
         """
-halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-layer = ls.nn.SyncBatchNorm(3, process_group=halves[rank // 2], momentum=1.0, dtype=torch.float64)
+own = own_group([0, 1], [2, 3])
+layer = ls.nn.SyncBatchNorm(3, process_group=own, momentum=1.0, dtype=torch.float64)
 layer(torch.full((2, 3), float(rank), dtype=torch.float64))
 assert torch.allclose(layer.running_mean, torch.full((3,), rank // 2 * 2 + 0.5, dtype=torch.float64)), layer.running_mean
 model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-model = ls.nn.SyncBatchNorm.convert_sync_batchnorm(model, halves[rank // 2])
-assert model[1].process_group is halves[rank // 2]
-with ls.nn.SyncBatchNormScope(halves[rank // 2]):
+model = ls.nn.SyncBatchNorm.convert_sync_batchnorm(model, own)
+assert model[1].process_group is own
+with ls.nn.SyncBatchNormScope(own):
     plain = nn.BatchNorm1d(3, momentum=1.0).double()
     plain(torch.full((2, 3), float(rank), dtype=torch.float64))
 assert torch.allclose(plain.running_mean, layer.running_mean)
-with raises(ls.UsageError, "this rank is not in the process group"):
-    ls.nn.SyncBatchNorm(3, process_group=halves[1 - rank // 2])(torch.ones(2, 3))
+if dist.is_initialized():
+    first = dist.new_group([0])
+    if rank:
+        with raises(ls.UsageError, "this rank is not in the process group"):
+            ls.nn.SyncBatchNorm(3, process_group=first)(torch.ones(2, 3))
 """,
-        prelude=prelude("lockstep"),
     )
 
 
-@pytest.mark.parametrize("made", ["a = layer(); b = layer()", "a, b = layer(), layer()"], ids=["two lines", "one line"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_layers_in_another_order_on_one_rank(run_ranks, world, made):
+def test_layers_in_another_order_on_one_rank(run_layers, world):
     """In forward, and in backward: gradients of two losses that one rank takes in another order."""
-    made = made.replace("; ", "\n").replace("layer()", "ls.nn.SyncBatchNorm(3)")
-    run_ranks(
+    run_layers(
         2,
-        made
-        + """
-x, z = (torch.rand(2, 3, requires_grad=True) for _ in range(2))
-losses = [a(x).sum(), b(z).sum()]
-with raises(ls.MismatchError, "layer", "of the line that made it" if IS_OURS else "different layers"):
-    for loss in losses if rank == 0 else reversed(losses):
-        loss.backward()
+        """
+def on_two_lines(group):
+    a = ls.nn.SyncBatchNorm(3, process_group=group)
+    return a, ls.nn.SyncBatchNorm(3, process_group=group)
+
+def on_one_line(group):
+    return ls.nn.SyncBatchNorm(3, process_group=group), ls.nn.SyncBatchNorm(3, process_group=group)
+
+def in_a_model(group):
+    return ls.nn.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)), group)
+
+def beside_a_scope(group):
+    plain = nn.BatchNorm1d(3)
+    def in_a_scope(x):
+        with ls.nn.SyncBatchNormScope(group):
+            return plain(x)
+    return in_a_scope, ls.nn.SyncBatchNorm(3, process_group=group)
+
+for make in on_two_lines, on_one_line, in_a_model, beside_a_scope:
+    a, b = make(own_group([0, 1]))
+    x, z = (torch.rand(2, 3, requires_grad=True) for _ in range(2))
+    losses = [a(x).sum(), b(z).sum()]
+    with raises(ls.MismatchError, "layer", "of the line that made it" if IS_OURS else "different layers"):
+        for loss in losses if rank == 0 else reversed(losses):
+            loss.backward()
+    a, b = make(own_group([0, 1]))
+    n_named = 1 if make is beside_a_scope else 2
+    with raises(ls.MismatchError, lambda error: str(error).count(", layer ") + str(error).count(": layer ") == n_named):
+        for layer in (a, b) if rank == 0 else (b, a):
+            layer(torch.rand(2, 3))
 """.replace("IS_OURS", str(world != "gloo")),
-        prelude=prelude(world),
     )
-    said = run_ranks(
-        2,
-        made
-        + """
-try:
-    for layer in (a, b) if rank == 0 else (b, a):
-        layer(torch.rand(2, 3))
-except ls.MismatchError as error:
-    print("refused:", str(error).count(", layer ") + str(error).count(": layer "))
-""",
-        prelude=prelude(world),
-    )
-    assert said.count("refused: 2") == 2, said
 
 
-def test_calls_of_layers_and_of_the_program_keep_its_order(run_ranks):
-    run_ranks(
+@pytest.mark.parametrize("world", ["lockstep"])
+def test_calls_of_layers_and_of_the_program_keep_its_order(run_layers):
+    run_layers(
         2,
         """
 layer = ls.nn.SyncBatchNorm(3, momentum=1.0)
@@ -166,29 +152,11 @@ for work in works:
     work.wait()
 assert x.eq(4).all()
 """,
-        prelude=prelude("lockstep"),
     )
 
 
-def test_groups_of_lockstep(run_ranks):
-    run_ranks(
-        2,
-        """
-alone = ls.default_group().split(rank)
-layer = ls.nn.SyncBatchNorm(3, process_group=alone, momentum=1.0)
-layer(torch.full((2, 3), float(rank)))
-assert torch.equal(layer.running_mean, torch.full((3,), float(rank)))
-with ls.nn.SyncBatchNormScope(alone):
-    plain = nn.BatchNorm1d(3, momentum=1.0)
-    plain(torch.full((2, 3), float(rank)))
-assert torch.equal(plain.running_mean, layer.running_mean)
-""",
-        prelude=prelude("no torch.distributed"),
-    )
-
-
-def test_eval_without_running_statistics_is_of_one_rank(run_ranks):
-    run_ranks(
+def test_eval_without_running_statistics_is_of_one_rank(run_layers):
+    run_layers(
         2,
         """
 layer = ls.nn.convert_sync_batchnorm(nn.BatchNorm1d(3, track_running_stats=False)).eval()
@@ -203,36 +171,125 @@ with ls.nn.SyncBatchNormScope():
         assert torch.allclose(plain(x), expected)
         with raises(ValueError, "Expected more than 1 value per channel"):
             plain(x[:1])
-    ls.barrier()
+    barrier()
     plain.train()
     assert torch.equal(plain(x), synchronised) and not torch.allclose(synchronised, expected)
 """,
-        prelude=prelude("no torch.distributed"),
     )
 
 
-def test_errors_name_the_layer_and_the_line(run_ranks):
-    run_ranks(
+def test_errors_name_the_layer_and_the_line(run_layers, world):
+    run_layers(
         2,
         """
 model = ls.nn.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3))))
-with raises(ls.UsageError, "Expected more than 1 value per channel", "program.py:4"):
+with raises(ls.UsageError, "Expected more than 1 value per channel", "SyncBatchNorm '1.0'", "program.py:4"):
     model(torch.randn(1 - rank, 3))
 of_layer = "forward of SyncBatchNorm '1.0'" if rank == 0 else ""
-with raises(ls.MismatchError, "program.py:8", "program.py:10", of_layer):
+if dist.is_initialized() and dist.get_backend() == "gloo": sys.exit()  # which compares no calls
+with raises(ls.MismatchError, "program.py:9", "program.py:11", of_layer):
     if rank == 0:
         model(torch.randn(2, 3))
     else:
-        ls.barrier()
+        barrier()
 """,
-        prelude=prelude("no torch.distributed"),
     )
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_gradients_of_gradients(run_ranks, world):
+# What the rank that goes on does before and after the other one fails. The error has the line of the forward.
+FAILURES = {
+    "forward": ("layer = ls.nn.SyncBatchNorm(3)", "layer(x)"),
+    "backward": ("with ls.nn.SyncBatchNormScope(): y = nn.BatchNorm1d(3)(x)", "y.square().sum().backward()"),
+    "second backward": (
+        "dx = torch.autograd.grad(converted(nn.BatchNorm1d(3))(x).square().sum(), x, create_graph=True)[0]",
+        "dx.square().sum().backward()",
+    ),
+}
+
+
+@pytest.mark.parametrize("phase", FAILURES)
+def test_a_rank_fails_while_another_is_in_a_layer(run_layers, world, phase):
+    """The others get its exception, or over Gloo, which knows no other, the end of its connections."""
+    before, act = FAILURES[phase]
+    error, said = ("PeerLost", "by peer") if world == "gloo" else ("PeerFailed", "rank 1 failed: ValueError: bad batch")
+    printed = run_layers(
+        2,
+        f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `lockstep run` ends the others after a second
+x = torch.tensor([[1.0, 2, 3], [4, 5, 7]]) * (rank + 1)
+x.requires_grad_()
+{before}
+barrier()
+if rank == 1:
+    raise ValueError('bad batch')
+with raises(ls.{error}, {said!r}, {phase!r} + " of ", "program.py:{10 if phase == "forward" else 5}"):
+    {act}
+print("heard")
+""",
+        code=1,
+    )
+    assert "heard" in printed, printed
+
+
+def test_a_scope_raises_the_errors_of_lockstep_in_forward(run_layers):
+    run_layers(
+        2,
+        """
+with raises(ls.UsageError, lambda error: "expected weight to be" in error.text and error.rank == rank and error.lineno == 3):
+    with ls.nn.SyncBatchNormScope():
+        nn.functional.batch_norm(torch.ones(2, 3), None, None, torch.ones(4), training=True)
+""",
+    )
+
+
+REFUSED = """
+refused = [
+    lambda layer: layer(None),
+    lambda layer: layer([1]),
+    lambda layer: layer(torch.rand(3, 1)),
+    lambda layer: ls.nn.SyncBatchNorm(2, momentum="x", process_group=layer.process_group)(torch.rand(3, 2)),
+]
+"""
+
+
+def test_by_all_ranks_refused(run_layers):
+    run_layers(
+        2,
+        REFUSED
+        + """
+layer = ls.nn.SyncBatchNorm(2)
+for refuse in refused:
+    for _ in range(2):
+        with raises(ls.UsageError): refuse(layer)
+        layer(torch.rand(3, 2))
+x = torch.ones(1)
+sum_over_ranks(x)
+assert x.item() == 2
+""",
+    )
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world != "gloo"])
+def test_by_one_rank_refused(run_layers):
+    """Over another's backend the others wait for it: c10d has no way to tell them."""
+    run_layers(
+        2,
+        REFUSED
+        + """
+for refuse in refused:
+    layer = ls.nn.SyncBatchNorm(2, process_group=own_group([0, 1]))
+    layer(torch.rand(3, 2))
+    if rank == 1:
+        with raises(ls.UsageError): refuse(layer)
+    with raises(ls.MismatchError, "refused SyncBatchNorm(2) #"):
+        layer(torch.rand(3, 2))
+""",
+    )
+
+
+def test_gradients_of_gradients(run_layers):
     """Of what the ranks compute together, as a function of the whole batch, which each of them has."""
-    run_ranks(
+    run_layers(
         2,
         """
 class Replicate(torch.autograd.Function):
@@ -268,5 +325,4 @@ for plain, shape in (nn.BatchNorm1d(2), ()), (nn.BatchNorm2d(2, affine=True), (2
     assert torch.autograd.gradcheck(f, (x, weight, bias))
     assert torch.autograd.gradgradcheck(f, (x, weight, bias))
 """,
-        prelude=prelude(world),
     )

@@ -53,22 +53,6 @@ CALLS = {
         "import torch; ls.all_reduce_params([torch.ones(2)])",
         "import torch; ls.all_reduce_params([torch.ones(2)], reduce='sum')",
     ),
-    "SyncBatchNorm of nothing": (
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 2))",
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(None)",
-    ),
-    "SyncBatchNorm of a list": (
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 2))",
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)([1])",
-    ),
-    "SyncBatchNorm with a momentum of words": (
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 2))",
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2, momentum='x')(torch.rand(3, 2))",
-    ),
-    "SyncBatchNorm of another width": (
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 2))",
-        "import torch, lockstep.nn; lockstep.nn.SyncBatchNorm(2)(torch.rand(3, 1))",
-    ),
 }
 
 

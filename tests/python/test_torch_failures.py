@@ -260,17 +260,6 @@ WITH_FSDP = """
     model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (size,)))
     loss = model(torch.ones(2, 4)).sum()
 """
-WITH_SCOPE = """
-    import lockstep.nn
-    x = torch.ones(2, 3, requires_grad=True)
-    with ls.nn.SyncBatchNormScope():
-        loss = torch.nn.BatchNorm1d(3)(x * (rank + 1)).square().sum()
-"""
-WITH_LAYER = """
-    import lockstep.nn
-    x = torch.ones(2, 3, requires_grad=True)
-    loss = ls.nn.SyncBatchNorm(3)(x * (rank + 1)).square().sum()
-"""
 
 
 @pytest.mark.parametrize("before", [WITH_DDP, WITH_FSDP])
@@ -283,36 +272,6 @@ def test_a_rank_fails_while_another_is_in_backward(run_torch, before):
         before=before,
     )
     assert "heard" in run_torch(2, program, code=1)
-
-
-@pytest.mark.parametrize("before, call", [
-    (WITH_SCOPE, "loss = torch.nn.BatchNorm1d(3)(x * (rank + 1)).square().sum()"),
-    (WITH_LAYER, "loss = ls.nn.SyncBatchNorm(3)(x * (rank + 1)).square().sum()"),
-])  # fmt: skip
-def test_a_rank_fails_while_another_is_in_the_backward_of_a_layer(run_torch, before, call):
-    program = survivor(
-        "raise ValueError('bad batch')",
-        "loss.backward()",
-        "PeerFailed",
-        "rank 1 failed: ValueError: bad batch",
-        "backward of ",
-        before=before,
-    )
-    program = program.replace("assert line.strip() == 'loss.backward()'", "assert line.strip() in said")
-    said = f"said = {{{call!r}, 'with ls.nn.SyncBatchNormScope():'}}"
-    assert "heard" in run_torch(2, said + program, code=1)
-
-
-def test_a_scope_raises_the_errors_of_lockstep_in_forward(run_torch):
-    run_torch(
-        2,
-        """
-        import lockstep as ls, lockstep.nn
-        with raises(ls.UsageError, lambda error: "expected weight to be" in error.text and error.rank == rank and error.lineno == 4):
-            with ls.nn.SyncBatchNormScope():
-                torch.nn.functional.batch_norm(torch.ones(2, 3), None, None, torch.ones(4), training=True)
-        """,
-    )
 
 
 def test_monitored_barrier_names_a_dead_rank(run_torch):
