@@ -9,6 +9,7 @@
 #include <cstring>
 #include <lockstep/lockstep.hpp>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <source_location>
 
@@ -1004,6 +1005,43 @@ TEST_P(LocalConformance, no_memory_on_one_rank_ends_the_call_on_all) {
       }
       // Every engine needs memory for a new group.
       EXPECT_TRUE(n_failed > 0 || std::string_view(call.operation) != "split");
+    }
+  });
+}
+
+/// Of a refused call: then the peers are told why it ends, whether it is behind a pending one or
+/// not.
+TEST_P(LocalConformance, no_memory_for_a_refusal_ends_the_group) {
+  SKIP_UNLESS_RANKS(2, GetParam());
+  run([] {
+    const Group world = default_group();
+    const bool is_victim = world.rank() == world.size() - 1;
+    for (const bool is_behind : {false, true}) {
+      for (int nth = 1, is_over = 0; is_over == 0; nth += 1 + nth / 8) {
+        SCOPED_TRACE(nth);
+        const Group group = world.duplicate();
+        double one = 1;
+        std::optional<Work> before;
+        int n_left = 0;
+        if (is_victim) {
+          if (is_behind) before = group.all_reduce_async({&one, 1, DType::f64});
+          fail_allocation(nth);
+          EXPECT_ANY_THROW(group.all_reduce({nullptr, 3, DType::f64}));
+          n_left = fail_allocation(0);
+        }
+        world.barrier();  // the call before is pending until then
+        if (!is_victim && is_behind) before = group.all_reduce_async({&one, 1, DType::f64});
+        const std::string text = text_thrown([&] {
+          if (before) before->wait();
+          EXPECT_EQ(sum_of_ones(group), group.size());
+        });
+        int has_failed = text.empty() ? 0 : 1;
+        world.broadcast({&has_failed, 1, DType::i32}, world.size() - 1);
+        ASSERT_EQ(has_failed, text.empty() ? 0 : 1) << text;
+        is_over = n_left > 0 ? 1 : 0;
+        world.broadcast({&is_over, 1, DType::i32}, world.size() - 1);
+        if (is_over != 0) expect_contains(text, "refused all_reduce #");
+      }
     }
   });
 }
