@@ -119,14 +119,14 @@ TEST(DistributedSamplerTest, a_position_of_a_former_world_is_for_as_many_ranks) 
 }
 
 /// A loader that holds a copy of the sampler, as it is given by value.
-auto loader_over(const DistributedSampler& sampler) {
+auto loader_over(const DistributedSampler& sampler, std::size_t n_workers = 0) {
   return torch::data::make_data_loader(Indices(21).map(torch::data::transforms::Stack<>()), sampler,
-                                       torch::data::DataLoaderOptions(3));
+                                       torch::data::DataLoaderOptions(3).workers(n_workers));
 }
 
 /// The samples of the first n_batches of a pass; no more are taken.
 template <class Loader>
-Samples pass(Loader& loader, std::size_t n_batches) {
+Samples pass(const Loader& loader, std::size_t n_batches) {
   Samples samples;
   for (const auto& batch : *loader) {
     for (std::int64_t i = 0; i < batch.data.numel(); ++i) {
@@ -187,24 +187,23 @@ TEST(DistributedSamplerTest, another_epoch_is_begun_after_load_if_it_is_set) {
 }
 
 TEST(DistributedSamplerTest, batches_that_workers_have_taken_ahead_are_not_skipped) {
-  constexpr std::size_t kSamples = 20, kBatch = 4, kAhead = 3;
-  const DistributedSamplerOptions options{.shuffle = false, .group = Group(), .n_ahead = kAhead};
-  DistributedSampler sampler(kSamples, options);
-  // As torch's loader with workers: some batches ahead, then one for each that it returns.
-  sampler.reset();
-  for (std::size_t i = 0; i < kAhead; ++i) sampler.next(kBatch);
-  for (std::size_t n_returned = 1; n_returned < kSamples / kBatch; ++n_returned) {
-    sampler.next(kBatch);
-    DistributedSampler resumed(kSamples, options);
-    std::istringstream stream(saved(sampler));
-    torch::serialize::InputArchive archive;
-    archive.load_from(stream);
-    resumed.load(archive);
-    resumed.reset();
-    const auto next = resumed.next(kBatch);
-    ASSERT_TRUE(next.has_value());
-    EXPECT_EQ(next->front(), n_returned * kBatch);
-  }
+  constexpr std::size_t kWorkers = 2;
+  on_ranks(2, [](int /*rank*/) {
+    DistributedSampler whole(21);
+    const Samples epoch = pass(loader_over(whole), 100);
+    for (std::size_t n_batches = 1; n_batches * 3 < epoch.size(); ++n_batches) {
+      DistributedSampler sampler(21, {.n_ahead = 2 * kWorkers});
+      const auto loader = loader_over(sampler, kWorkers);
+      Samples samples = pass(loader, n_batches);
+      EXPECT_EQ(samples.size(), n_batches * 3);
+      DistributedSampler resumed(21, {.n_ahead = 2 * kWorkers});
+      load(resumed, saved(sampler));
+      for (const std::int64_t sample : pass(loader_over(resumed, kWorkers), 100)) {
+        samples.push_back(sample);
+      }
+      EXPECT_EQ(samples, epoch) << n_batches;
+    }
+  });
 }
 
 }  // namespace distributed_sampler_test
