@@ -1,8 +1,9 @@
 // Trainings of which each reads something else from step to step, and goes on after lost ranks.
 // elastic_programs PROGRAM OUT POINT [KILLS SEED [FILE]]: ends with what it has computed in the
 // file OUT. At POINT place 1 is killed, in the middle of the second epoch where that has a meaning;
-// `alone`: nothing disturbs it; `random`: KILLS processes end at random times; `all`: all are
-// killed after the second epoch; `edited`: the first replacement has another network. FILE: of
+// `complete`: when the training is, and place 0 has still something to do for longer than any
+// limit; `alone`: nothing disturbs it; `random`: KILLS processes end at random times; `all`: all
+// are killed after the second epoch; `edited`: the first replacement has another network. FILE: of
 // ElasticOptions::save.
 //   branches    a layer is not used in each step, by Adam, which moves a parameter with a zero
 //               gradient and leaves one without a gradient alone
@@ -125,6 +126,7 @@ class Program {
   }
 
   void run() {
+    point_.at("unjoined");
     const auto heads = [&] {
       auto parameters = network_->second->parameters();
       for (const Tensor& parameter : network_->branch->parameters()) {
@@ -195,6 +197,10 @@ class Program {
                       }
                     },
                     {.backend = name_ == "gloo" ? "gloo" : "auto"});
+    point_.at("complete");
+    if (point_.fatal == "complete" && fate::place() == 0) {
+      std::this_thread::sleep_for(std::chrono::seconds(6));
+    }
     std::vector<Tensor> tensors = network_->parameters();
     for (const Tensor& buffer : network_->buffers()) tensors.push_back(buffer);
     for (const Tensor& parameter : average_->parameters()) tensors.push_back(parameter);
@@ -338,6 +344,7 @@ class Program {
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
   at::set_num_threads(1);
+  if (argv[3] == std::string("complete")) ::setenv("LOCKSTEP_TIMEOUT", "2", 1);
   try {
     Program(argv[1], argv[2], argv[3], argc > 4 ? std::atoi(argv[4]) : 0,
             argc > 5 ? static_cast<unsigned>(std::atoi(argv[5])) : 1, argc > 6 ? argv[6] : "")

@@ -151,19 +151,13 @@ TEST_F(ElasticTrainingTest, without_elastic_a_loss_ends_the_training) {
 constexpr int kStepsOfPrograms = 18;
 const std::vector<std::string> kPrograms{"branches",   "modes", "options",   "objects", "random",
                                          "accumulate", "two",   "alternate", "by_hand"};
-const std::vector<std::string> kPoints{"before_forward",
-                                       "forward",
-                                       "backward",
-                                       "between",
-                                       "before_step_done",
-                                       "after_step_done",
-                                       "regroup",
-                                       "end_of_epoch",
-                                       "validation",
-                                       "after_validation",
-                                       "sent",
-                                       "loaded",
-                                       "end"};
+const std::vector<std::string> kPoints{"unjoined",         "before_forward",
+                                       "forward",          "backward",
+                                       "between",          "before_step_done",
+                                       "after_step_done",  "regroup",
+                                       "end_of_epoch",     "validation",
+                                       "after_validation", "sent",
+                                       "loaded",           "end"};
 
 class ElasticProgramsTest : public ElasticTrainingTest {
  protected:
@@ -252,6 +246,16 @@ TEST_F(ElasticProgramsTest, the_same_command_goes_on_after_all_ranks_were_lost) 
   const Trained resumed = train_saved("alone");
   expect_same(resumed, undisturbed, "resumed\n");
   EXPECT_TRUE(contains(resumed.ended.out, "begins with step 6")) << resumed.ended.out;
+}
+
+TEST_F(ElasticProgramsTest, a_rank_that_ends_after_the_training_leaves_the_others_at_work) {
+  const Trained undisturbed = alone("objects");
+  const Trained crashed = train_program(
+      {ELASTIC_PROGRAMS, "objects"}, {"-n", "3", "--elastic", "1"}, kStepsOfPrograms, {"complete"});
+  EXPECT_EQ(crashed.ended.exit_code, 128 + SIGKILL) << crashed.ended.out << crashed.ended.err;
+  EXPECT_TRUE(contains(crashed.ended.err, "after it had done its part")) << crashed.ended.err;
+  // Place 0 has written it after that.
+  EXPECT_LE(largest_difference(crashed.parameters, undisturbed.parameters), 1e-8);
 }
 
 TEST_F(ElasticProgramsTest, a_replacement_that_cannot_take_the_state_ends_itself) {
