@@ -9,7 +9,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <torch/version.h>
 #include <array>
 #include <chrono>
 #include <cstdint>
@@ -21,10 +20,10 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <vector>
 
 #include "base/process.hpp"
+#include "layer_ranks.hpp"
 #include "nn/c10d/c10d_rendezvous.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
@@ -614,36 +613,17 @@ TEST(RendezvousTest, a_rank_that_has_ended_is_named_by_all) {
   other.join();
 }
 
-constexpr int kRanks = 3;
-
 /// The caller's own process group, of threads.
 TEST(C10dTest, a_group_over_ones_own_process_group) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&store, rank] {
-      using Gloo = c10d::ProcessGroupGloo;
-      const auto options = Gloo::Options::create();
-      options->devices.push_back(Gloo::createDeviceForHostname("127.0.0.1"));
-      auto gloo = c10::make_intrusive<Gloo>(store, rank, kRanks, options);
-#if TORCH_VERSION_MAJOR < 2
-      const Group group = make_group(gloo, "mine");
-#else
-      auto process_group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, kRanks);
-      process_group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::GLOO,
-                                c10::intrusive_ptr<c10d::Backend>(gloo));
-      process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
-      const Group group = make_group(process_group, "mine");
-#endif
-      EXPECT_EQ(group.name(), "mine");
-      EXPECT_EQ(group.backend(), "gloo");
-      EXPECT_EQ(all_reduce_value(group.rank() + 1, ReduceOp::sum, group), 6);
-      const Group pair = group.split(group.rank() == 1 ? 1 : 0);
-      EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, pair), group.rank() == 1 ? 1 : 2);
-      group.barrier();
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  testing::on_gloo(3, [](int rank) {
+    const Group group = default_group();
+    EXPECT_EQ(group.name(), "mine");
+    EXPECT_EQ(group.backend(), "gloo");
+    EXPECT_EQ(all_reduce_value(rank + 1, ReduceOp::sum, group), 6);
+    const Group pair = group.split(rank == 1 ? 1 : 0);
+    EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, pair), rank == 1 ? 1 : 2);
+    group.barrier();
+  });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "helpers.hpp"
+#include "layer_ranks.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -304,8 +305,12 @@ TEST(ConvertTest, what_a_batch_norm_cannot_compute_is_not_reverted_in_training) 
   EXPECT_LE(testing::difference(clamp->forward(x), expected), 1e-6);
 }
 
-TEST(ConvertTest, a_clone_synchronises_over_the_same_group) {
-  testing::on_ranks(4, [](int rank) {
+class ConvertedLayerTest : public testing::LayerTest {};
+INSTANTIATE_TEST_SUITE_P(over, ConvertedLayerTest, ::testing::ValuesIn(testing::over_each()),
+                         testing::name_of);
+
+TEST_P(ConvertedLayerTest, a_clone_synchronises_over_the_same_group) {
+  on(4, [](int rank) {
     const Group half = default_group().split(rank % 2);
     torch::nn::Sequential net(torch::nn::BatchNorm1d(3), torch::nn::ReLU());
     convert_sync_batchnorm(net, half);

@@ -72,7 +72,8 @@ TEST_P(TrainingTest, ranks_with_sync_batch_norm_equal_one_rank) {
 
 INSTANTIATE_TEST_SUITE_P(
     shares, TrainingTest,
-    ::testing::Combine(::testing::Values(test::Form::threads, test::Form::processes),
+    ::testing::Combine(::testing::Values(test::Form::threads, test::Form::processes,
+                                         test::Form::hosts, test::Form::gloo),
                        ::testing::Values(Shares{8}, Shares{5, 3}, Shares{8, 0}, Shares{5, 2, 1},
                                          Shares{4, 2, 2}, Shares{3, 2, 2, 1}, Shares{2, 2, 2, 2})));
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "layer_ranks.hpp"
 
 /// Errors inside a synchronised batch normalisation name the layer and a line of the program.
 namespace lockstep::nn::layer_errors_test {
@@ -47,9 +48,10 @@ TORCH_MODULE(Stem);
 
 /// What the ranks but the last get where that one makes another call.
 template <class Make, class Step>
-std::vector<std::string> errors_of_others(int n_ranks, const Make& make, const Step& step) {
+std::vector<std::string> errors_of_others(int n_ranks, const Make& make, const Step& step,
+                                          const testing::Run& on = testing::on_ranks) {
   std::vector<std::string> texts(static_cast<std::size_t>(n_ranks));
-  testing::on_ranks(n_ranks, [&](int rank) {
+  on(n_ranks, [&](int rank) {
     auto model = make();
     try {
       step(model, rank);
@@ -61,13 +63,18 @@ std::vector<std::string> errors_of_others(int n_ranks, const Make& make, const S
   return texts;
 }
 
-TEST(LayerErrorsTest, forward_of_a_member_names_the_line_of_its_call) {
+class LayerErrorsOverTest : public testing::LayerTest {};
+INSTANTIATE_TEST_SUITE_P(over, LayerErrorsOverTest, ::testing::ValuesIn(testing::over_each()),
+                         testing::name_of);
+
+TEST_P(LayerErrorsOverTest, forward_of_a_member_names_the_line_of_its_call) {
   const auto texts = errors_of_others(
       2, [] { return Stem(); },
       [](Stem& net, int rank) {
         if (rank == 1) return default_group().barrier();
         net->forward(at::ones({2, 3}));
-      });
+      },
+      GetParam().run);
   EXPECT_TRUE(says(texts[0], "forward of SyncBatchNorm1d(3)")) << texts[0];
   EXPECT_TRUE(says(texts[0], at_line(StemImpl::kCall))) << texts[0];
   EXPECT_TRUE(says(texts[1], at_line(StemImpl::kCall))) << "the peer's table: " << texts[1];
@@ -75,14 +82,15 @@ TEST(LayerErrorsTest, forward_of_a_member_names_the_line_of_its_call) {
   expect_no_library_line(texts[1]);
 }
 
-TEST(LayerErrorsTest, backward_names_the_layer_and_the_line_of_its_forward) {
+TEST_P(LayerErrorsOverTest, backward_names_the_layer_and_the_line_of_its_forward) {
   const auto texts = errors_of_others(
       2, [] { return Stem(); },
       [](Stem& net, int rank) {
         const Tensor y = net->forward(at::ones({2, 3}).set_requires_grad(true));
         if (rank == 1) return default_group().barrier();
         y.sum().backward();
-      });
+      },
+      GetParam().run);
   EXPECT_TRUE(says(texts[0], "backward of SyncBatchNorm1d(3)")) << texts[0];
   EXPECT_TRUE(says(texts[0], at_line(StemImpl::kCall))) << texts[0];
   expect_no_library_line(texts[0]);
@@ -106,11 +114,15 @@ torch::nn::Sequential converted_net() {
   return net;
 }
 
-TEST(LayerErrorsTest, a_converted_layer_has_its_name_in_the_tree_and_the_line_of_the_conversion) {
-  const auto texts = errors_of_others(2, converted_net, [](auto& net, int rank) {
-    if (rank == 1) return default_group().barrier();
-    net->forward(at::ones({2, 3}));
-  });
+TEST_P(LayerErrorsOverTest,
+       a_converted_layer_has_its_name_in_the_tree_and_the_line_of_the_conversion) {
+  const auto texts = errors_of_others(
+      2, converted_net,
+      [](auto& net, int rank) {
+        if (rank == 1) return default_group().barrier();
+        net->forward(at::ones({2, 3}));
+      },
+      GetParam().run);
   EXPECT_TRUE(says(texts[0], "forward of SyncBatchNorm1d '1.layers.1'")) << texts[0];
   EXPECT_TRUE(says(texts[0], at_line(converted_at))) << texts[0];
   expect_no_library_line(texts[0]);
@@ -154,7 +166,7 @@ TEST(LayerErrorsTest, in_a_sequential_the_line_is_that_of_its_making) {
   }
 }
 
-TEST(LayerErrorsTest, a_scope_numbers_its_layers_and_has_a_line) {
+TEST_P(LayerErrorsOverTest, a_scope_numbers_its_layers_and_has_a_line) {
   unsigned scope_at = 0;
   const auto texts = errors_of_others(
       2, [] { return torch::nn::BatchNorm1d(3); },
@@ -165,7 +177,8 @@ TEST(LayerErrorsTest, a_scope_numbers_its_layers_and_has_a_line) {
         bn(at::ones({2, 3}));
         if (rank == 1) return default_group().barrier();
         bn(at::ones({2, 3}));
-      });
+      },
+      GetParam().run);
   EXPECT_TRUE(says(texts[0], "forward of batch_norm #2 of a SyncBatchNormScope (3 channels)"))
       << texts[0];
   EXPECT_TRUE(says(texts[0], at_line(scope_at))) << texts[0];

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "layer_ranks.hpp"
 
 // Gradients of gradients through a batch normalisation over ranks, beside those of one device.
 namespace lockstep::nn {
@@ -71,10 +72,11 @@ struct Penalty {
     return affine ? h * weight.view({1, 3, 1}) + bias.view({1, 3, 1}) : h;
   }
 
-  void expect_equal(const Shares& shares, double tolerance) const {
+  void expect_equal(const Shares& shares, double tolerance,
+                    const testing::Run& on = on_ranks) const {
     const auto whole =
         gradients([&](const auto&... tensors) { return composed(tensors...); }, std::nullopt, 0);
-    on_ranks(static_cast<int>(shares.size()), [&](int rank) {
+    on(static_cast<int>(shares.size()), [&](int rank) {
       SyncBatchNorm1d bn(SyncBatchNormOptions(3).eps(eps).eps_mode(eps_mode).affine(affine));
       bn->to(type);
       auto mine = gradients(
@@ -98,9 +100,13 @@ struct Penalty {
   }
 };
 
-TEST(SecondGradientTest, ranks_are_one_device) {
+class SecondGradientLayerTest : public testing::LayerTest {};
+INSTANTIATE_TEST_SUITE_P(over, SecondGradientLayerTest, ::testing::ValuesIn(testing::over_each()),
+                         testing::name_of);
+
+TEST_P(SecondGradientLayerTest, ranks_are_one_device) {
   for (const Shares& shares : {Shares{12}, Shares{6, 6}, Shares{7, 1, 4}, Shares{3, 5, 0, 4}}) {
-    Penalty().expect_equal(shares, 1e-10);
+    Penalty().expect_equal(shares, 1e-10, GetParam().run);
   }
 }
 
@@ -122,7 +128,7 @@ TEST(SecondGradientTest, of_clamped_variances) {
 }
 
 /// As libtorch's own batch normalisation, in two layouts, in a scope.
-TEST(SecondGradientTest, in_a_scope) {
+TEST_P(SecondGradientLayerTest, in_a_scope) {
   const Tensor batch = Random(8).normal({8, 3, 4, 4});
   const auto second_of = [](const Tensor& part) {
     torch::nn::BatchNorm2d bn(3);
@@ -134,7 +140,7 @@ TEST(SecondGradientTest, in_a_scope) {
   };
   for (const Tensor& whole : {batch, channels_last(batch)}) {
     const auto expected = second_of(whole);
-    on_ranks(2, [&](int rank) {
+    on(2, [&](int rank) {
       const SyncBatchNormScope scope;
       const Tensor part = share_of(whole, Shares{3, 5}, rank);
       const auto mine = second_of(part);

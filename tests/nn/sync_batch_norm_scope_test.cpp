@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "layer_ranks.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -53,12 +54,16 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-TEST(SyncBatchNormScopeTest, typed_members_and_functional_calls) {
+class ScopedLayerTest : public testing::LayerTest {};
+INSTANTIATE_TEST_SUITE_P(over, ScopedLayerTest, ::testing::ValuesIn(testing::over_each()),
+                         testing::name_of);
+
+TEST_P(ScopedLayerTest, typed_members_and_functional_calls) {
   const Tensor batch = Random(1).normal({9, 2, 5, 5}), gradient = Random(2).normal({9, 3, 3, 3});
   Net whole;
   const Tensor expected = whole(batch);
   expected.backward(gradient);
-  on_ranks(3, [&](int rank) {
+  on(3, [&](int rank) {
     Net net;
     Tensor y;
     {
@@ -94,8 +99,8 @@ TEST(SyncBatchNormScopeTest, without_one_everything_is_torchs) {
 }
 
 /// batch_norm's call is that of training then, so that a scope cannot tell; a layer can.
-TEST(SyncBatchNormScopeTest, eval_without_running_statistics) {
-  on_ranks(2, [](int rank) {
+TEST_P(ScopedLayerTest, eval_without_running_statistics) {
+  on(2, [](int rank) {
     const auto options = torch::nn::BatchNormOptions(1).affine(false).track_running_stats(false);
     torch::nn::Sequential net{torch::nn::BatchNorm1d(options)};
     net->eval();
@@ -110,12 +115,12 @@ TEST(SyncBatchNormScopeTest, eval_without_running_statistics) {
   });
 }
 
-TEST(SyncBatchNormScopeTest, no_grad_and_inference_mode) {
+TEST_P(ScopedLayerTest, no_grad_and_inference_mode) {
   const Tensor batch = Random(5).normal({9, 3});
   torch::nn::BatchNorm1d whole(3);
   whole->to(at::kDouble);
   const Tensor expected = whole(batch);
-  on_ranks(3, [&](int rank) {
+  on(3, [&](int rank) {
     const Tensor mine = share_of(batch, kShares, rank);
     const SyncBatchNormScope scope;
     {
@@ -313,9 +318,9 @@ Tensor normalized(const Tensor& x) {
   return F::batch_norm(x, Tensor(), Tensor(), F::BatchNormFuncOptions().training(true));
 }
 
-TEST(SyncBatchNormScopeTest, the_inner_scope_holds_and_an_exception_ends_it) {
+TEST_P(ScopedLayerTest, the_inner_scope_holds_and_an_exception_ends_it) {
   const Tensor batch = Random(9).normal({6, 3});
-  on_ranks(2, [&](int rank) {
+  on(2, [&](int rank) {
     const Tensor mine = share_of(batch, kHalves, rank);
     const Tensor here = normalized(mine), everywhere = share_of(normalized(batch), kHalves, rank);
     const SyncBatchNormScope outer;
@@ -335,9 +340,9 @@ TEST(SyncBatchNormScopeTest, the_inner_scope_holds_and_an_exception_ends_it) {
 }
 
 /// As generators of Python do.
-TEST(SyncBatchNormScopeTest, scopes_may_end_in_any_order_and_on_any_thread) {
+TEST_P(ScopedLayerTest, scopes_may_end_in_any_order_and_on_any_thread) {
   const Tensor batch = Random(9).normal({6, 3});
-  on_ranks(2, [&](int rank) {
+  on(2, [&](int rank) {
     const Tensor mine = share_of(batch, kHalves, rank);
     const Tensor here = normalized(mine), everywhere = share_of(normalized(batch), kHalves, rank);
     std::optional<SyncBatchNormScope> outer(std::in_place), inner(std::in_place, Group());
@@ -357,9 +362,9 @@ TEST(SyncBatchNormScopeTest, scopes_may_end_in_any_order_and_on_any_thread) {
 }
 
 /// As activation checkpointing does.
-TEST(SyncBatchNormScopeTest, a_forward_that_backward_repeats_needs_a_scope) {
+TEST_P(ScopedLayerTest, a_forward_that_backward_repeats_needs_a_scope) {
   const Tensor batch = Random(11).normal({6, 3});
-  on_ranks(2, [&](int rank) {
+  on(2, [&](int rank) {
     const Tensor x = share_of(batch, kHalves, rank);
     torch::nn::BatchNorm1d bn(3);
     bn->to(at::kDouble);
@@ -407,10 +412,10 @@ TEST(SyncBatchNormScopeTest, on_one_rank_only_is_a_mismatch) {
   EXPECT_EQ(n_told, 3);
 }
 
-TEST(SyncBatchNormScopeTest, a_scope_alike_for_a_forward_that_is_repeated) {
+TEST_P(ScopedLayerTest, a_scope_alike_for_a_forward_that_is_repeated) {
   const Tensor batch = Random(9).normal({6, 3});
   EXPECT_FALSE(SyncBatchNormScope::active().has_value());
-  on_ranks(2, [&](int rank) {
+  on(2, [&](int rank) {
     std::optional<SyncBatchNormScope::Settings> settings;
     {
       const SyncBatchNormScope scope;
@@ -464,8 +469,8 @@ TEST(SyncBatchNormScopeTest, a_clone_that_outlives_what_script_kept_is_rejected)
   EXPECT_THROW(forward.backward(Tensor()), UsageError);
 }
 
-TEST(SyncBatchNormScopeTest, wrong_input_is_rejected_before_anything_is_sent) {
-  on_ranks(2, [](int /*rank*/) {
+TEST_P(ScopedLayerTest, wrong_input_is_rejected_before_anything_is_sent) {
+  on(2, [](int /*rank*/) {
     const SyncBatchNormScope scope;
     const auto norm = [](const Tensor& x, const Tensor& weight) {
       return at::batch_norm(x, weight, {}, {}, {}, true, 0.1, 1e-5, false);

@@ -12,6 +12,7 @@
 
 #include "group/native_engine.hpp"
 #include "helpers.hpp"
+#include "layer_ranks.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "support/ranks.hpp"
 
@@ -106,16 +107,9 @@ Batch batch_of(const LayerCase& c, double mean) {
           random.normal({channels}, c.type).abs_().add_(0.1), random.normal({channels}, c.type)};
 }
 
-/// Ranks on hosts of two and three ranks.
-void on_hosts(int n, const std::function<void(int)>& body) {
-  test::run_as(
-      {test::Form::hosts, n}, [&body] { body(get_rank()); }, testing::kWatchdog);
-}
-
 /// The ranks' outcomes put together again: what one rank with the whole batch should have.
-Outcome run_on_ranks(
-    const LayerCase& c, const Batch& batch,
-    const std::function<void(int, const std::function<void(int)>&)>& run_ranks = on_ranks) {
+Outcome run_on_ranks(const LayerCase& c, const Batch& batch,
+                     const testing::Run& run_ranks = on_ranks) {
   const auto n_ranks = static_cast<int>(c.shares.size());
   std::vector<Outcome> outcomes(c.shares.size());
   run_ranks(n_ranks, [&](int rank) {
@@ -188,13 +182,17 @@ std::vector<LayerCase> all_cases() {
 
 INSTANTIATE_TEST_SUITE_P(all, SyncBatchNormTest, ::testing::ValuesIn(all_cases()));
 
-TEST(SyncBatchNormHostsTest, equals_batch_norm_of_the_whole_batch) {
+class SyncBatchNormLayerTest : public testing::LayerTest {};
+INSTANTIATE_TEST_SUITE_P(over, SyncBatchNormLayerTest, ::testing::ValuesIn(testing::over_each()),
+                         testing::name_of);
+
+TEST_P(SyncBatchNormLayerTest, equals_batch_norm_of_the_whole_batch) {
   for (const testing::Shares& shares :
        {testing::Shares{5, 3}, {3, 1, 4}, {2, 0, 5, 1}, {0, 1, 2, 3, 2}, {1, 2, 3, 0, 0, 1, 1}}) {
     for (const double mean : {0.5, 1e4}) {
       const LayerCase c{{6, 9, 11}, shares};
       const Batch batch = batch_of(c, mean);
-      const Outcome got = run_on_ranks(c, batch, on_hosts);
+      const Outcome got = run_on_ranks(c, batch, GetParam().run);
       const Outcome expected = run(torch::nn::BatchNormOptions(6), batch.input,
                                    batch.output_gradient, batch.weight, batch.bias);
       expect_equal(got, expected, mean < 1 ? 1e-12 : 1e-9);
@@ -434,9 +432,9 @@ TEST(SyncBatchNormModuleTest, counting_a_batch_changes_the_version_of_the_count)
   EXPECT_GT(bn->num_batches_tracked._version(), before);
 }
 
-TEST(SyncBatchNormModuleTest, several_batches_with_and_without_momentum) {
+TEST_P(SyncBatchNormLayerTest, several_batches_with_and_without_momentum) {
   for (const std::optional<double> momentum : {std::optional(0.3), std::optional<double>()}) {
-    on_ranks(3, [&](int rank) {
+    on(3, [&](int rank) {
       Random random(7);
       SyncBatchNorm1d ours(SyncBatchNormOptions(3).momentum(momentum));
       auto options = torch::nn::BatchNormOptions(3);
@@ -546,8 +544,8 @@ TEST(SyncBatchNormModuleTest, gradients_where_only_some_are_wanted) {
   });
 }
 
-TEST(SyncBatchNormModuleTest, a_rank_without_samples_takes_part) {
-  on_ranks(2, [](int rank) {
+TEST_P(SyncBatchNormLayerTest, a_rank_without_samples_takes_part) {
+  on(2, [](int rank) {
     Random random(6);
     SyncBatchNorm2d bn(3);
     const Tensor x = random.normal({rank == 0 ? 4 : 0, 3, 2, 2}, at::kFloat).requires_grad_();
@@ -560,23 +558,21 @@ TEST(SyncBatchNormModuleTest, a_rank_without_samples_takes_part) {
 }
 
 /// As a head without regions has.
-TEST(SyncBatchNormModuleTest, no_sample_at_all_changes_nothing) {
-  for (const auto& on : {on_ranks, on_hosts}) {
-    for (const auto eps_mode : {EpsMode::plus, EpsMode::clamp}) {
-      on(3, [eps_mode](int) {
-        SyncBatchNorm1d bn(SyncBatchNormOptions(3).eps_mode(eps_mode));
-        const Tensor x = at::empty({0, 3}).requires_grad_();
-        const Tensor y = bn->forward(x);
-        EXPECT_EQ(y.sizes(), x.sizes());
-        y.sum().backward();
-        EXPECT_TRUE(bn->weight.grad().eq(0).all().item<bool>()) << bn->weight.grad();
-        EXPECT_TRUE(bn->bias.grad().eq(0).all().item<bool>()) << bn->bias.grad();
-        EXPECT_EQ(x.grad().sizes(), x.sizes());
-        EXPECT_EQ(testing::largest(bn->running_mean), 0);
-        EXPECT_TRUE(bn->running_var.eq(1).all().item<bool>());
-        EXPECT_EQ(bn->n_nonfinite_batches(), 0);
-      });
-    }
+TEST_P(SyncBatchNormLayerTest, no_sample_at_all_changes_nothing) {
+  for (const auto eps_mode : {EpsMode::plus, EpsMode::clamp}) {
+    on(3, [eps_mode](int) {
+      SyncBatchNorm1d bn(SyncBatchNormOptions(3).eps_mode(eps_mode));
+      const Tensor x = at::empty({0, 3}).requires_grad_();
+      const Tensor y = bn->forward(x);
+      EXPECT_EQ(y.sizes(), x.sizes());
+      y.sum().backward();
+      EXPECT_TRUE(bn->weight.grad().eq(0).all().item<bool>()) << bn->weight.grad();
+      EXPECT_TRUE(bn->bias.grad().eq(0).all().item<bool>()) << bn->bias.grad();
+      EXPECT_EQ(x.grad().sizes(), x.sizes());
+      EXPECT_EQ(testing::largest(bn->running_mean), 0);
+      EXPECT_TRUE(bn->running_var.eq(1).all().item<bool>());
+      EXPECT_EQ(bn->n_nonfinite_batches(), 0);
+    });
   }
 }
 
@@ -619,8 +615,8 @@ TEST(SyncBatchNormModuleTest, layers_in_another_order_on_one_rank) {
 }
 
 /// The order of backward is the graph's, which need not be that of forward.
-TEST(SyncBatchNormModuleTest, backwards_in_another_order_on_one_rank) {
-  on_ranks(2, [](int rank) {
+TEST_P(SyncBatchNormLayerTest, backwards_in_another_order_on_one_rank) {
+  on(2, [](int rank) {
     SyncBatchNorm1d first(3);
     SyncBatchNorm1d second(3);
     const Tensor x = at::ones({2, 3}).requires_grad_();
@@ -632,8 +628,8 @@ TEST(SyncBatchNormModuleTest, backwards_in_another_order_on_one_rank) {
 }
 
 /// Copies of a layer, and the same layer used twice, are no other layers.
-TEST(SyncBatchNormModuleTest, a_layer_and_its_copies_are_one) {
-  on_ranks(2, [](int rank) {
+TEST_P(SyncBatchNormLayerTest, a_layer_and_its_copies_are_one) {
+  on(2, [](int rank) {
     SyncBatchNorm1d bn(3);
     const auto copy = std::dynamic_pointer_cast<SyncBatchNorm1dImpl>(bn->clone());
     (rank == 0 ? bn.ptr() : copy)->forward(at::ones({2, 3}));
@@ -641,9 +637,9 @@ TEST(SyncBatchNormModuleTest, a_layer_and_its_copies_are_one) {
   });
 }
 
-TEST(SyncBatchNormModuleTest, one_value_per_channel_over_all_ranks) {
+TEST_P(SyncBatchNormLayerTest, one_value_per_channel_over_all_ranks) {
   for (const int n_ranks : {1, 3}) {
-    on_ranks(n_ranks, [](int rank) {
+    on(n_ranks, [](int rank) {
       SyncBatchNorm1d bn(3);
       const Tensor x = at::ones({rank == 0 ? 1 : 0, 3});
       try {
@@ -679,8 +675,8 @@ TEST(SyncBatchNormModuleTest, a_peers_exception_reaches_backward) {
   EXPECT_NE(text.find("rank 1 failed: no label"), std::string::npos) << text;
 }
 
-TEST(SyncBatchNormModuleTest, a_peer_in_another_call_is_reported_by_backward) {
-  on_ranks(2, [](int rank) {
+TEST_P(SyncBatchNormLayerTest, a_peer_in_another_call_is_reported_by_backward) {
+  on(2, [](int rank) {
     SyncBatchNorm1d bn(3);
     const Tensor y = bn->forward(at::ones({2, 3}).set_requires_grad(true));
     if (rank == 1) {
@@ -691,8 +687,8 @@ TEST(SyncBatchNormModuleTest, a_peer_in_another_call_is_reported_by_backward) {
   });
 }
 
-TEST(SyncBatchNormModuleTest, wrong_input_is_rejected_before_anything_is_sent) {
-  on_ranks(2, [](int /*rank*/) {
+TEST_P(SyncBatchNormLayerTest, wrong_input_is_rejected_before_anything_is_sent) {
+  on(2, [](int /*rank*/) {
     SyncBatchNorm2d bn(3);
     EXPECT_EQ(usage_error([&] {
                 bn->forward(at::ones({2, 3, 4}));
@@ -753,11 +749,11 @@ TEST(SyncBatchNormModuleTest, half_precision_keeps_type_and_layout) {
   }
 }
 
-TEST(SyncBatchNormModuleTest, what_a_batch_with_a_nan_does) {
+TEST_P(SyncBatchNormLayerTest, what_a_batch_with_a_nan_does) {
   for (const auto on_nonfinite : {OnNonfinite::propagate, OnNonfinite::keep_running_stats}) {
     for (const std::optional<double> momentum : {std::optional(0.1), std::optional<double>()}) {
       const bool keeps = on_nonfinite == OnNonfinite::keep_running_stats;
-      on_ranks(3, [&](int rank) {
+      on(3, [&](int rank) {
         SyncBatchNorm1d bn(SyncBatchNormOptions(3).on_nonfinite(on_nonfinite).momentum(momentum));
         bn->forward(Random(1).normal({2, 3}, at::kFloat));
         const Tensor mean = bn->running_mean.clone(), var = bn->running_var.clone();
@@ -783,11 +779,11 @@ TEST(SyncBatchNormModuleTest, what_a_batch_with_a_nan_does) {
 }
 
 /// Finite values, with a variance that running_var cannot hold.
-TEST(SyncBatchNormModuleTest, what_a_variance_that_overflows_does) {
+TEST_P(SyncBatchNormLayerTest, what_a_variance_that_overflows_does) {
   for (const auto type : {at::kFloat, at::kDouble}) {
     for (const auto on_nonfinite : {OnNonfinite::propagate, OnNonfinite::keep_running_stats}) {
       const bool keeps = on_nonfinite == OnNonfinite::keep_running_stats;
-      on_ranks(2, [&](int rank) {
+      on(2, [&](int rank) {
         SyncBatchNorm1d bn(SyncBatchNormOptions(2).on_nonfinite(on_nonfinite));
         bn->to(type);
         const double large = type == at::kFloat ? 1e30 : 1e200;
