@@ -23,9 +23,14 @@ struct Snippet {
   const char* sentence;
 };
 
-/// As ATen/core/Tensor.h of libtorch, as far as the core looks at it.
-constexpr const char* kTensorHeader = R"(
-#pragma once
+struct Header {
+  const char* path;
+  const char* text;
+};
+
+/// As those of libtorch, as far as lockstep's headers look at them.
+constexpr Header kHeaders[] = {
+    {"ATen/core/Tensor.h", R"(
 namespace at {
 struct Tensor {
   int scalar_type() const;
@@ -35,10 +40,42 @@ struct Tensor {
   Tensor operator[](int) const;
 };
 }
-)";
+)"},
+    {"torch/serialize/archive.h", R"(
+namespace c10 {
+struct IValue {
+  IValue() = default;
+  explicit IValue(long);
+  long toInt() const;
+};
+}
+namespace torch::serialize {
+struct OutputArchive {
+  void write(const char*, const c10::IValue&);
+};
+struct InputArchive {
+  void read(const char*, c10::IValue&);
+};
+}
+)"},
+    {"torch/nn/module.h", R"(
+#include <torch/serialize/archive.h>
+namespace torch::nn {
+struct Module {
+  void save(serialize::OutputArchive&) const;
+  void load(serialize::InputArchive&);
+};
+}
+)"},
+    {"torch/optim/optimizer.h", "namespace torch::optim { struct Optimizer {}; }\n"},
+    {"torch/optim/schedulers/lr_scheduler.h", R"(
+namespace torch::optim { struct LRScheduler { unsigned step_count_; }; }
+)"},
+};
 
 constexpr const char* kPrelude = R"(
 #include <lockstep/lockstep.hpp>
+#include <lockstep/nn/elastic.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <complex>
 #include <deque>
@@ -110,6 +147,11 @@ constexpr Snippet kSnippets[] = {
     {"Plain p{}; static_cast<void>(all_gather_object(p));", "void serialize(A& archive)"},
     {"const int* p = nullptr; static_cast<void>(all_gather_object(p));", "or what it points to"},
     {"NoDefault n(1); broadcast_object(n);", "give it a default constructor"},
+    // parts of a training
+    {"at::Tensor t; nn::ElasticState state{t};", "Give the module of a tensor"},
+    {"Plain p{}; nn::save_training(\"file\", {p});",
+     "save(OutputArchive&) and load(InputArchive&)"},
+    {"at::Tensor t; nn::assert_in_sync(t);", "lockstep: expected a module"},
 };
 
 struct Output {
@@ -147,8 +189,10 @@ class DiagnosticsTest : public testing::Test {
     std::string dir = (std::filesystem::temp_directory_path() / "lockstep-XXXXXX").string();
     ASSERT_NE(::mkdtemp(dir.data()), nullptr);
     dir_ = dir;
-    std::filesystem::create_directories(dir_ / "ATen/core");
-    std::ofstream(dir_ / "ATen/core/Tensor.h") << kTensorHeader;
+    for (const Header& header : kHeaders) {
+      std::filesystem::create_directories((dir_ / header.path).parent_path());
+      std::ofstream(dir_ / header.path) << "#pragma once\n" << header.text;
+    }
   }
   void TearDown() override {
     if (!dir_.empty()) std::filesystem::remove_all(dir_);
@@ -252,6 +296,12 @@ void f() {
   nn::send(tensor[0], 1);
   Work work = all_gather_async(mine, all, group);
   work.wait();
+  torch::nn::Module module;
+  torch::optim::Optimizer optimizer;
+  double rate = 1;
+  const auto owned = std::make_shared<torch::nn::Module>();
+  nn::ElasticState state{owned, module, optimizer, rate};
+  nn::assert_in_sync(&module, optimizer, group);
   send(std::vector<int>{1}, 1);
   reduce_scatter_async(all, std::span(all).first(3)).wait();
 }

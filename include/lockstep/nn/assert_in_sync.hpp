@@ -6,6 +6,7 @@
 #include <concepts>
 #include <source_location>
 
+#include <lockstep/detail/arguments.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 
@@ -15,15 +16,27 @@ namespace detail {
 void assert_in_sync(const torch::nn::Module& module, const torch::optim::Optimizer* optimizer,
                     const Group& group, std::source_location where);
 
-/// The module of a module, a ModuleHolder or pointer to one, or a DistributedDataParallel.
+/// A module, a ModuleHolder or pointer to one, or a DistributedDataParallel.
+template <class Model>
+concept HasModule = std::derived_from<Model, torch::nn::Module> || requires(const Model& model) {
+  { *model.module() } -> std::convertible_to<const torch::nn::Module&>;
+} || requires(const Model& model) {
+  { *model } -> std::convertible_to<const torch::nn::Module&>;
+};
+
+/// The module of one.
 template <class Model>
 const torch::nn::Module& module_of(const Model& model) {
   if constexpr (std::derived_from<Model, torch::nn::Module>) {
     return model;
   } else if constexpr (requires { *model.module(); }) {
     return *model.module();
-  } else {
+  } else if constexpr (HasModule<Model>) {
     return *model;
+  } else {
+    static_assert(lockstep::detail::kNever<Model>,
+                  "lockstep: expected a module, a ModuleHolder or pointer to one, or a "
+                  "DistributedDataParallel");
   }
 }
 }  // namespace detail

@@ -17,6 +17,7 @@
 #include <typeinfo>
 #include <variant>
 
+#include <lockstep/detail/arguments.hpp>
 #include <lockstep/group.hpp>
 #include <lockstep/launch.hpp>
 #include <lockstep/nn/assert_in_sync.hpp>
@@ -123,21 +124,19 @@ class TrainingPart {
       }
       save_ = [&part](Out& to) { part.save(to); };
       load_ = [&part](In& from) { part.load(from); };
-    } else {
-      static_assert(
-          requires {
-            { detail::module_of(part) } -> std::same_as<const torch::nn::Module&>;
-          },
-          "lockstep: a part of a training is a module (or a ModuleHolder, shared_ptr or "
-          "DistributedDataParallel of one), an optimizer, a number, or an object with "
-          "save(OutputArchive&) and load(InputArchive&). Give the module of a tensor; "
-          "an nn::SavedScheduler of a learning rate scheduler");
+    } else if constexpr (detail::HasModule<T>) {
       kind_ = 'm';
       module_ = &detail::module_of(part);
       save_ = [&part](Out& to) { detail::module_of(part).save(to); };
       load_ = [&part](In& from) {
         const_cast<torch::nn::Module&>(detail::module_of(part)).load(from);
       };
+    } else {
+      static_assert(lockstep::detail::kNever<T>,
+                    "lockstep: a part of a training is a module (or a ModuleHolder, shared_ptr or "
+                    "DistributedDataParallel of one), an optimizer, a number, or an object with "
+                    "save(OutputArchive&) and load(InputArchive&). Give the module of a tensor; "
+                    "an nn::SavedScheduler of a learning rate scheduler");
     }
   }
   char kind() const { return kind_; }
