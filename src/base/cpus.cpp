@@ -38,6 +38,15 @@ CpuMask allowed_cpus(pid_t thread) noexcept {
   return mask;
 }
 
+std::vector<int> allowed_cores() {
+  const CpuMask mask = allowed_cpus();
+  std::vector<int> cores;
+  for (std::size_t cpu = 0; cpu < 64 * mask.size(); ++cpu) {
+    if ((mask[cpu / 64] >> (cpu % 64) & 1U) != 0) cores.push_back(static_cast<int>(cpu));
+  }
+  return cores;
+}
+
 int cpu_quota(const std::string& root) noexcept {
   try {
     int quota = INT_MAX;

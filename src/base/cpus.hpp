@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace lockstep::base {
 
@@ -13,6 +14,9 @@ using CpuMask = std::array<std::uint64_t, 128>;
 
 /// The affinity of a thread; 0: the calling one; the process's id: the main one.
 CpuMask allowed_cpus(pid_t thread = 0) noexcept;
+
+/// The cores that the calling thread may run on, in order.
+std::vector<int> allowed_cores();
 
 /// The CPU quota in cores, rounded up, of this process's cgroups (v1 and v2); a large number if
 /// there is none. `root`: prefix of /proc and /sys, for tests.

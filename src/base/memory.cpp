@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstdint>
 #include <exception>
 #include <fstream>
@@ -13,6 +12,7 @@
 #include <string_view>
 
 #include "base/cgroup.hpp"
+#include "base/number.hpp"
 
 namespace lockstep::base {
 namespace {
@@ -22,10 +22,7 @@ std::optional<std::uint64_t> number_in(const std::string& path) {
   std::ifstream file(path);
   std::string text;
   file >> text;
-  std::uint64_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return number;
+  return parse_number<std::uint64_t>(text);
 }
 
 /// The number after `name` in a file of lines "name number".
@@ -78,6 +75,16 @@ std::size_t available_in_cgroups(const std::string& root) {
 }
 
 }  // namespace
+
+std::optional<std::size_t> memory_limit() {
+  constexpr std::size_t kNone = std::size_t{1} << 60U;  // v1 writes the largest number of pages
+  std::size_t least = kNone;
+  for_each_cgroup({}, "memory", [&](const std::string& folder, CgroupVersion version) {
+    const CgroupFiles& files = version == CgroupVersion::v1 ? kV1 : kV2;
+    least = std::min(least, number_in(folder + files.limit).value_or(kNone));
+  });
+  return least < kNone ? std::optional(least) : std::nullopt;
+}
 
 std::size_t available_memory(const std::string& root) noexcept try {
   return std::min(available_in_machine(root), available_in_cgroups(root));

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 
 namespace lockstep::base {
@@ -9,6 +10,9 @@ namespace lockstep::base {
 /// reclaimable memory of the machine and of each cgroup (v1 and v2) of this process. A large number
 /// if the system does not report it. `root`: prefix of /proc and /sys, for tests.
 std::size_t available_memory(const std::string& root = {}) noexcept;
+
+/// The least memory limit of this process's cgroups (v1 and v2); nullopt if there is none.
+std::optional<std::size_t> memory_limit();
 
 /// Allocates memory for the pages of [at, at + n_bytes) and maps them for write, in one system call
 /// instead of a fault for each page. Returns an error number; EINVAL: the kernel cannot (before

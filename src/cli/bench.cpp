@@ -39,15 +39,6 @@ CLI::Validator one_of(std::initializer_list<Enum> values) {
   return choice(std::move(names));
 }
 
-std::vector<int> usable_cores() {
-  const base::CpuMask mask = base::allowed_cpus();
-  std::vector<int> result;
-  for (std::size_t i = 0; i < mask.size() * 64; ++i) {
-    if ((mask[i / 64] >> (i % 64) & 1U) != 0) result.push_back(static_cast<int>(i));
-  }
-  return result;
-}
-
 constexpr const char* kAsRank = "--as-rank";
 
 /// Starts this program as the ranks, which print.
@@ -147,7 +138,7 @@ int bench(const std::vector<std::string>& arguments) {
   if (has_processes && !is_rank) return start_ranks(plan.n_ranks, arguments);
   for (std::uint64_t size = least; size <= most; size *= factor) plan.sizes.push_back(size);
   plan.block_time = std::chrono::milliseconds(block_ms);
-  if (!is_unpinned) plan.cores = usable_cores();
+  if (!is_unpinned) plan.cores = base::allowed_cores();
 
   std::vector<bench::Row> rows;
   std::ofstream file;  // opened before minutes of measuring, by the rank that prints

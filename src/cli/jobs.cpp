@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <charconv>
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
@@ -21,6 +20,7 @@
 #include <utility>
 
 #include "base/fd.hpp"
+#include "base/number.hpp"
 #include "base/version.hpp"
 #include "engines/shared/segment/layout.hpp"
 
@@ -39,14 +39,6 @@ struct Holder {
   std::uint64_t job;         ///< the same in all segments of a job
   std::uint32_t generation;  ///< of an elastic world, which has a segment for each
 };
-
-std::optional<pid_t> pid_of(const std::string& name) {
-  pid_t pid = 0;
-  const char* const end = name.data() + name.size();
-  const auto [rest, error] = std::from_chars(name.data(), end, pid);
-  if (error != std::errc() || rest != end || pid <= 0) return std::nullopt;
-  return pid;
-}
 
 /// Reads what the segment says of itself, if it is of this version: another one is its own job.
 void identify(Holder& holder) {
@@ -131,9 +123,10 @@ std::vector<RunningJob> find_jobs() {
   std::map<std::uint64_t, RunningJob> jobs;
   std::error_code error;
   for (const auto& entry : fs::directory_iterator("/proc", error)) {
-    const auto pid = pid_of(entry.path().filename().string());
+    const auto pid = base::parse_number<pid_t>(entry.path().filename().string());
     struct stat status {};
-    if (!pid || ::stat(entry.path().c_str(), &status) != 0 || status.st_uid != ::geteuid()) {
+    if (!pid || *pid <= 0 || ::stat(entry.path().c_str(), &status) != 0 ||
+        status.st_uid != ::geteuid()) {
       continue;
     }
     const auto found = holder(*pid);

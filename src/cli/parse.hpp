@@ -3,13 +3,13 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <charconv>
 #include <map>
 #include <optional>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
+
+#include "base/number.hpp"
 
 namespace lockstep::cli {
 
@@ -31,10 +31,8 @@ template <class Number>
 CLI::Validator number(Number least, Number most, const char* what) {
   return CLI::Validator(
       [least, most, what](const std::string& text) -> std::string {
-        Number value{};
-        const char* end = text.data() + text.size();
-        const auto [rest, error] = std::from_chars(text.data(), end, value);
-        if (error == std::errc() && rest == end && value >= least && value <= most) return {};
+        const auto value = base::parse_number<Number>(text);
+        if (value && *value >= least && *value <= most) return {};
         return fmt::format("got '{}', expected {} from {} to {}", text, what, least, most);
       },
       /*validator_desc=*/"");

@@ -1,18 +1,17 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <lockstep/env.hpp>
 #include <lockstep/error.hpp>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/cpus.hpp"
+#include "base/number.hpp"
 #include "cli/files.hpp"
 #include "cli/parse.hpp"
 #include "cli/subcommands.hpp"
@@ -131,9 +130,8 @@ std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
     if (nodes.host.starts_with('[') && nodes.host.ends_with(']')) {  // an IPv6 address
       nodes.host = nodes.host.substr(1, nodes.host.size() - 2);
     }
-    const char* const end = rendezvous.data() + rendezvous.size();
-    const auto [rest, error] = std::from_chars(rendezvous.data() + colon + 1, end, nodes.port);
-    if (error == std::errc() && rest == end && nodes.port != 0 && !nodes.host.empty()) return {};
+    nodes.port = base::parse_number<std::uint16_t>(rendezvous.substr(colon + 1)).value_or(0);
+    if (nodes.port != 0 && !nodes.host.empty()) return {};
   }
   return fmt::format("--rdzv is '{}', expected HOST:PORT of node 0, as 10.0.0.1:29400", rendezvous);
 }
@@ -141,17 +139,12 @@ std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
 /// Reads MIN or MIN:MAX. Returns what is wrong with it.
 std::string read_elastic(const std::string& text, run::Options& options) {
   run::ElasticOptions& elastic = options.elastic;
-  const char* const end = text.data() + text.size();
-  auto [rest, error] = std::from_chars(text.data(), end, elastic.least);
-  elastic.most = options.n_ranks;
-  if (error == std::errc() && rest != end && *rest == ':') {
-    std::tie(rest, error) = [&] {
-      const auto result = std::from_chars(rest + 1, end, elastic.most);
-      return std::pair(result.ptr, result.ec);
-    }();
-  }
-  if (error != std::errc() || rest != end || elastic.least < 1 || elastic.least > elastic.most ||
-      elastic.most > options.n_ranks) {
+  const std::size_t colon = text.find(':');
+  elastic.least = base::parse_number<int>(text.substr(0, colon)).value_or(0);
+  elastic.most = colon == std::string::npos
+                     ? options.n_ranks
+                     : base::parse_number<int>(text.substr(colon + 1)).value_or(0);
+  if (elastic.least < 1 || elastic.least > elastic.most || elastic.most > options.n_ranks) {
     return fmt::format(
         "--elastic is '{}', expected MIN or MIN:MAX with 1 <= MIN <= MAX <= {}, the "
         "ranks of -n",

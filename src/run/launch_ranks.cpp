@@ -73,7 +73,7 @@ int launch_ranks(const Options& options) {
   const Guard guard;
   const Signals signals;
   OutputMux mux(options.prefix);
-  std::vector<int> cores = allowed_cores();
+  std::vector<int> cores = base::allowed_cores();
   if (options.bind == Bind::core && static_cast<std::size_t>(options.n_ranks) > cores.size()) {
     mux.print_line(fmt::format("--bind core: {} ranks share {} cores, so some wait for each other",
                                options.n_ranks, cores.size()));

@@ -7,11 +7,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <string_view>
 
-#include "base/cpus.hpp"
 #include "base/fd.hpp"
+#include "base/number.hpp"
 #include "run/errors.hpp"
 #include "world/variables.hpp"
 
@@ -41,23 +40,12 @@ void take_free_port(RankLayout& placement) {
 void choose_master_port(RankLayout& placement) {
   const auto value = internal::variable("MASTER_PORT");
   if (!value) return take_free_port(placement);
-  std::uint16_t& port = placement.master_port;
-  const char* end = value->data() + value->size();
-  const auto [rest, error] = std::from_chars(value->data(), end, port);
-  if (error != std::errc() || rest != end || port == 0) {
+  placement.master_port = base::parse_number<std::uint16_t>(*value).value_or(0);
+  if (placement.master_port == 0) {
     throw usage_error(fmt::format(
         "MASTER_PORT is '{}'; expected a port from 1 to 65535 (unset it to get a free one)",
         *value));
   }
-}
-
-std::vector<int> allowed_cores() {
-  const base::CpuMask mask = base::allowed_cpus();
-  std::vector<int> cores;
-  for (std::size_t cpu = 0; cpu < 64 * mask.size(); ++cpu) {
-    if ((mask[cpu / 64] >> (cpu % 64) & 1U) != 0) cores.push_back(static_cast<int>(cpu));
-  }
-  return cores;
 }
 
 std::vector<std::string> rank_environment(const WorldEnvironment& world, int local_rank,

@@ -14,9 +14,6 @@ namespace lockstep::run {
 /// variable is not a port, SystemError.
 void choose_master_port(RankLayout& placement);
 
-/// Cores the launcher may run on.
-std::vector<int> allowed_cores();
-
 /// Common to all ranks of one world.
 struct WorldEnvironment {
   int n_ranks;  ///< of this machine

@@ -2,11 +2,11 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <lockstep/env.hpp>
 
+#include "base/number.hpp"
 #include "engines/shared/segment/tuning.hpp"
 #include "group/check.hpp"
 #include "kernels/isa.hpp"
@@ -74,12 +74,9 @@ Env Env::read() {
         internal::number("lockstep run", {"LOCKSTEP_RESTART"}, 0, internal::kMaxWorldSize).value;
   }
   if (const auto text = variable("LOCKSTEP_TIMEOUT")) {
-    double seconds = 0;
-    const char* const end = text->data() + text->size();
-    const auto parsed = std::from_chars(text->data(), end, seconds);
     constexpr double kLongest = 3e9;  // a century
-    if (parsed.ec != std::errc() || parsed.ptr != end || !std::isfinite(seconds) || seconds <= 0 ||
-        seconds > kLongest) {
+    const double seconds = base::parse_number<double>(*text).value_or(0);
+    if (!std::isfinite(seconds) || seconds <= 0 || seconds > kLongest) {
       internal::reject(
           fmt::format("LOCKSTEP_TIMEOUT is '{}'; it takes the seconds one operation may last, "
                       "as 30 or 0.5",

@@ -2,9 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <charconv>
 #include <cstdlib>
 #include <lockstep/error.hpp>
+
+#include "base/number.hpp"
 
 namespace lockstep::internal {
 
@@ -33,16 +34,12 @@ Number number(std::string_view launcher, std::initializer_list<const char*> name
                     *names.begin(), launcher, launcher));
   }
   const std::string text = *variable(name);
-  int value = 0;
-  const char* const end = text.data() + text.size();
-  const auto parsed = std::from_chars(text.data(), end, value);
-  if (parsed.ec != std::errc() || parsed.ptr != end) {
-    reject(fmt::format("{} is '{}', not a whole number", name, text));
+  const auto value = base::parse_number<int>(text);
+  if (!value) reject(fmt::format("{} is '{}', not a whole number", name, text));
+  if (*value < low || *value > high) {
+    reject(fmt::format("{} is {}; it must be from {} to {}", name, *value, low, high));
   }
-  if (value < low || value > high) {
-    reject(fmt::format("{} is {}; it must be from {} to {}", name, value, low, high));
-  }
-  return {name, value};
+  return {name, *value};
 }
 
 }  // namespace lockstep::internal

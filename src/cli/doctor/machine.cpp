@@ -11,11 +11,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <climits>
 #include <cstring>
-#include <fstream>
-#include <optional>
 
 #include "base/cpus.hpp"
 #include "base/fd.hpp"
@@ -67,34 +64,9 @@ Finding cores(int n_ranks) {
                       n_ranks, usable, usable)};
 }
 
-/// The memory limit of the cgroup; nullopt if there is none.
-std::optional<std::size_t> cgroup_memory() {
-  std::string path;
-  std::ifstream list("/proc/self/cgroup");
-  for (std::string line; std::getline(list, line);) {
-    if (line.starts_with("0::")) path = line.substr(3);
-  }
-  std::optional<std::size_t> least;
-  while (true) {  // each parent limits its children too
-    for (const std::string& file : {"/sys/fs/cgroup" + path + "/memory.max",
-                                    "/sys/fs/cgroup/memory" + path + "/memory.limit_in_bytes"}) {
-      std::string text;
-      std::ifstream(file) >> text;
-      std::size_t value = 0;
-      const auto parsed = std::from_chars(text.data(), text.data() + text.size(), value);
-      // Cgroups v1 write "no limit" as the largest number of pages.
-      if (parsed.ec == std::errc() && value < (std::size_t{1} << 60)) {
-        least = std::min(least.value_or(value), value);
-      }
-    }
-    if (path.empty() || path == "/") return least;
-    path.resize(path.find_last_of('/'));
-  }
-}
-
 Finding memory() {
   const std::size_t available = base::available_memory();
-  const auto limit = cgroup_memory();
+  const auto limit = base::memory_limit();
   std::string text = fmt::format("{} available", size_text(available));
   text += limit ? fmt::format(", the cgroup may use {}", size_text(*limit))
                 : ", no limit of the cgroup";

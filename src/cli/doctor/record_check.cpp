@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <lockstep/error.hpp>
@@ -17,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/number.hpp"
 #include "base/plural.hpp"
 #include "cli/files.hpp"
 #include "cli/subcommands.hpp"
@@ -142,11 +142,10 @@ Record record_in(const std::string& text, const fs::path& path, int rank) {
 std::optional<int> rank_of(const std::string& name, std::string_view ending) {
   constexpr std::string_view kBefore = "rank-";
   if (!name.starts_with(kBefore) || !name.ends_with(ending)) return std::nullopt;
-  int rank = -1;
-  const char* const end = name.data() + name.size() - ending.size();
-  const auto [rest, error] = std::from_chars(name.data() + kBefore.size(), end, rank);
-  if (error != std::errc() || rest != end || rank < 0) return std::nullopt;
-  return rank;
+  const std::string_view digits(name.data() + kBefore.size(),
+                                name.size() - ending.size() - kBefore.size());
+  const auto rank = base::parse_number<int>(digits);
+  return rank >= 0 ? rank : std::nullopt;
 }
 
 std::vector<Record> read_all(const std::string& dir) {

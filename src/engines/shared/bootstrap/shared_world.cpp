@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <charconv>
 #include <cstdint>
 #include <exception>
 #include <lockstep/error.hpp>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "base/exception.hpp"
+#include "base/number.hpp"
 #include "engines/shared/algorithms/shared_engine.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
@@ -41,9 +41,9 @@ struct Inherited {
 
 template <class Number>
 bool read_field(std::string_view field, Number& number, int base) {
-  const char* const end = field.data() + field.size();
-  const auto [rest, error] = std::from_chars(field.data(), end, number, base);
-  return error == std::errc() && rest == end && number >= 0;
+  const auto parsed = base::parse_number<Number>(field, base);
+  number = parsed.value_or(0);
+  return parsed && number >= 0;
 }
 
 Inherited parse_inherited(std::string_view variable) {

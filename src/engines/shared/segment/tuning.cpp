@@ -3,10 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <limits>
 #include <lockstep/error.hpp>
 #include <string_view>
+
+#include "base/number.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -86,15 +87,13 @@ TuningOverrides parse_tuning(const std::optional<std::string>& text) {
     const std::size_t equals = std::min(item.find('='), item.size());
     const std::string_view name = item.substr(0, equals);
     const std::string_view value = item.substr(std::min(equals + 1, item.size()));
-    std::uint64_t n_bytes = 0;
-    const auto parsed = std::from_chars(value.data(), value.data() + value.size(), n_bytes);
-    if (parsed.ec != std::errc() || parsed.ptr != value.data() + value.size()) reject(item);
-    if (name == "flat") {
-      tuning.flat_bytes = n_bytes;
-    } else if (name == "chunk" && n_bytes >= 4096) {
-      tuning.chunk_bytes = n_bytes / 4096 * 4096;  // whole elements and lines
-    } else if (name == "inplace") {
-      tuning.in_place_bytes = n_bytes;
+    const auto n_bytes = base::parse_number<std::uint64_t>(value);
+    if (name == "flat" && n_bytes) {
+      tuning.flat_bytes = *n_bytes;
+    } else if (name == "chunk" && n_bytes >= 4096U) {
+      tuning.chunk_bytes = *n_bytes / 4096 * 4096;  // whole elements and lines
+    } else if (name == "inplace" && n_bytes) {
+      tuning.in_place_bytes = *n_bytes;
     } else {
       reject(item);
     }
