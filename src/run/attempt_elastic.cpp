@@ -39,7 +39,7 @@ void Attempt::note_loss(int rank, std::string_view why, int exit_code) {
 void Attempt::regroup() {
   if (!elastic_ || phase_ != Phase::running) return;
   read_progress();
-  const ElasticMembership::Actions actions = elastic_->next(Clock::now());
+  const ElasticMembership::Actions actions = elastic_->advance(Clock::now());
   for (const int rank : actions.abandoned) {
     print_line(fmt::format(
         "rank {} is not replaced any more: {} processes in a row ended before they had completed a "

@@ -161,7 +161,7 @@ void ElasticMembership::kill_late(Clock::time_point now, Actions& actions) {
   is_late_told_ = true;
 }
 
-ElasticMembership::Actions ElasticMembership::next(Clock::time_point now) {
+ElasticMembership::Actions ElasticMembership::advance(Clock::time_point now) {
   Actions actions;
   actions.abandoned = std::exchange(abandoned_, {});
   for (std::size_t i = 0; i < places_.size(); ++i) {

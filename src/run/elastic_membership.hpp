@@ -10,7 +10,7 @@ namespace lockstep::run {
 
 /// Which processes are the ranks of each generation of an elastic world: the rule of
 /// `lockstep run --elastic`. It only computes: the launcher tells it what happened, and does what
-/// next() returns. A copy behaves as the original, so a test can try every order of events.
+/// advance() returns. A copy behaves as the original, so a test can try every order of events.
 ///
 /// A place is the number of a process among those that the launcher keeps running; its process may
 /// be replaced. A generation ends when one of its ranks is lost, or asks for the next one. The next
@@ -58,8 +58,8 @@ class ElasticMembership {
     std::string give_up;         ///< why the job ends; empty: it goes on
   };
   /// Call it after each event, and at wakes_at().
-  Actions next(Clock::time_point now);
-  /// When next() has something to do without an event; max(): never.
+  Actions advance(Clock::time_point now);
+  /// When advance() has something to do without an event; max(): never.
   Clock::time_point wakes_at() const;
 
   /// Replacements that have asked, and wait for the next generation.

@@ -23,30 +23,30 @@ class Launcher {
 
   Actions ask(int place) {
     membership.asked(place, kLimit, now);
-    return membership.next(now);
+    return membership.advance(now);
   }
   Actions lose(int place) {
     membership.ended(place, /*is_done=*/false, now);
-    return membership.next(now);
+    return membership.advance(now);
   }
   Actions finish(int place) {
     membership.ended(place, /*is_done=*/true, now);
-    return membership.next(now);
+    return membership.advance(now);
   }
   /// It does so after its last barrier.
   Actions complete(int place) {
     membership.finished(place);
-    return membership.next(now);
+    return membership.advance(now);
   }
   Actions pass(milliseconds time) {
     now += time;
-    return membership.next(now);
+    return membership.advance(now);
   }
   /// Until the next action without an event.
   Actions wait() {
     EXPECT_NE(membership.wakes_at(), ElasticMembership::Clock::time_point::max());
     now = std::max(now, membership.wakes_at());
-    return membership.next(now);
+    return membership.advance(now);
   }
   milliseconds to_next() const {
     return std::chrono::duration_cast<milliseconds>(membership.wakes_at() - now);
@@ -347,7 +347,7 @@ struct Model {
     if (!actions.form.empty()) form(actions.form);
     has_ended = has_ended || !actions.give_up.empty();
     // What has been done is not done again.
-    const Actions again = launcher.membership.next(launcher.now);
+    const Actions again = launcher.membership.advance(launcher.now);
     EXPECT_TRUE(again.kill.empty() && again.start.empty() && again.form.empty());
     EXPECT_FALSE(again.ends_generation);
   }
