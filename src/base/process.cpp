@@ -161,6 +161,12 @@ std::uint64_t namespace_of(const char* kind) noexcept {
   return ::stat(path, &status) == 0 ? status.st_ino : 0;
 }
 
+std::string boot_id() {
+  char text[64];
+  if (!read_text("/proc/sys/kernel/random/boot_id", text)) return {};
+  return {text, std::strcspn(text, "\n")};
+}
+
 std::uint64_t process_start_time(pid_t pid) noexcept {
   const auto stat = is_proc_of_this_namespace() ? read_identity(pid) : std::nullopt;
   return stat ? stat->start_time : 0;

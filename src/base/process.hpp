@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <string>
 
 #include "base/fd.hpp"
 #include "base/guarded_fd.hpp"
@@ -61,6 +62,9 @@ class WatchedProcess {
 /// Id of this process's namespace of a `kind` ("pid", "time", ...), unique in the running system;
 /// 0: not available from /proc.
 std::uint64_t namespace_of(const char* kind) noexcept;
+
+/// Identifies the running system until it is booted again; empty: unknown.
+std::string boot_id();
 
 /// Resource usage of a process so far; zeros if it does not exist.
 struct ProcessUse {

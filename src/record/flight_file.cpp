@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,9 +12,10 @@
 #include <utility>
 
 #include "base/fd.hpp"
-#include "base/file_limit.hpp"
+#include "base/fork_guard.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
+#include "record/mapped_file.hpp"
 
 namespace lockstep::internal {
 namespace {
@@ -30,11 +30,6 @@ struct FlightFile {
   FlightRecord record;
 };
 
-FlightFile* map(int fd, int protection) noexcept {
-  void* const memory = ::mmap(nullptr, sizeof(FlightFile), protection, MAP_SHARED, fd, 0);
-  return memory == MAP_FAILED ? nullptr : static_cast<FlightFile*>(memory);
-}
-
 }  // namespace
 
 std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank) noexcept try {
@@ -43,11 +38,9 @@ std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank)
   const base::UniqueFd fd(
       ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   if (!fd) return nullptr;
-  // Reserved before use, so that a full disk does not cause SIGBUS.
-  const bool has_room = !base::exceeds_file_limit(sizeof(FlightFile)) &&
-                        ::posix_fallocate(fd.get(), 0, sizeof(FlightFile)) == 0;
-  FlightFile* const file = has_room ? map(fd.get(), PROT_READ | PROT_WRITE) : nullptr;
-  if (file == nullptr) {
+  const bool has_room = reserve_file(fd.get(), 0, sizeof(FlightFile)) == 0;
+  auto file = has_room ? map_file<FlightFile>(fd.get(), PROT_READ | PROT_WRITE) : nullptr;
+  if (!file) {
     ::unlink(path.c_str());
     return nullptr;
   }
@@ -55,9 +48,10 @@ std::shared_ptr<FlightRecord> make_flight_file(const std::string& dir, int rank)
   ::gethostname(file->host.data(), file->host.size() - 1);
   file->layout = base::layout_version();
   std::copy(FlightFile::kMagic.begin(), FlightFile::kMagic.end(), file->magic.begin());
-  return {&file->record, [file, path = std::move(path), pid = ::getpid()](FlightRecord*) {
-            ::munmap(file, sizeof(FlightFile));
-            if (::getpid() == pid) ::unlink(path.c_str());  // a fork of a rank is not a rank
+  FlightRecord* const record = &file->record;
+  return {record, [file = std::move(file), path = std::move(path),
+                   process = base::ForkGuard()](FlightRecord*) {
+            if (!process.is_forked_child()) ::unlink(path.c_str());
           }};
 } catch (const std::bad_alloc&) {
   return nullptr;
@@ -70,9 +64,7 @@ std::optional<std::string> read_flight_file(const std::string& path) {
       status.st_size != sizeof(FlightFile)) {
     return std::nullopt;
   }
-  const std::shared_ptr<FlightFile> file(map(fd.get(), PROT_READ), [](FlightFile* mapped) {
-    if (mapped != nullptr) ::munmap(mapped, sizeof(FlightFile));
-  });
+  const auto file = map_file<FlightFile>(fd.get(), PROT_READ);
   if (!file || file->magic != FlightFile::kMagic || file->layout != base::layout_version() ||
       file->record.is_written.load(std::memory_order_relaxed) != 0) {
     return std::nullopt;

@@ -1,23 +1,22 @@
 #include "record/trace_file.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <pthread.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <lockstep/error.hpp>
 #include <span>
 #include <system_error>
 
 #include "base/file_limit.hpp"
 #include "base/memory.hpp"
+#include "base/process.hpp"
 #include "base/text.hpp"
+#include "record/mapped_file.hpp"
 #include "record/recorder.hpp"
 
 namespace lockstep::internal {
@@ -33,13 +32,11 @@ constexpr auto relaxed = std::memory_order_relaxed;
   throw SystemError({.operation = "trace"}, error_number, text);
 }
 
-/// Returns an error number. Pages are reserved before use, so that a full disk causes no SIGBUS.
+/// Returns an errno value.
 int reserve(int fd, TraceFile* file, std::size_t offset, std::size_t n_bytes) noexcept {
-  int error_number = 0;
-  do {
-    error_number = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(n_bytes));
-  } while (error_number == EINTR);
-  if (error_number != 0) return error_number;
+  if (const int error_number = reserve_file(fd, offset, n_bytes); error_number != 0) {
+    return error_number;
+  }
   // Optional: without it the traced program has a fault for each page.
   static_cast<void>(base::populate_to_write(reinterpret_cast<std::byte*>(file) + offset, n_bytes));
   return 0;
@@ -48,12 +45,9 @@ int reserve(int fd, TraceFile* file, std::size_t offset, std::size_t n_bytes) no
 }  // namespace
 
 std::string name_of_clock() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string text;
-  std::getline(file, text);
   std::error_code ignored;  // a system without time namespaces
   const auto space = std::filesystem::read_symlink("/proc/self/ns/time", ignored);
-  return text + ' ' + space.string();
+  return base::boot_id() + ' ' + space.string();
 }
 
 Trace::Trace(const std::string& dir, const FlightRecord& record, int n_restarts) {
@@ -63,18 +57,12 @@ Trace::Trace(const std::string& dir, const FlightRecord& record, int n_restarts)
   constexpr std::size_t kHead = offsetof(TraceFile, events);
   int error_number = base::exceeds_file_limit(sizeof(TraceFile)) ? EFBIG : 0;
   if (error_number == 0 && ::ftruncate(fd_.get(), sizeof(TraceFile)) != 0) error_number = errno;
-  void* memory = MAP_FAILED;
   if (error_number == 0) {
-    memory = ::mmap(nullptr, sizeof(TraceFile), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                    fd_.get(), 0);
-    if (memory == MAP_FAILED) error_number = errno;
-  }
-  if (error_number == 0) {
-    file_ = static_cast<TraceFile*>(memory);
-    error_number = reserve(fd_.get(), file_, 0, kHead + kChunk * sizeof(TraceEvent));
+    file_ = map_file<TraceFile>(fd_.get(), PROT_READ | PROT_WRITE);
+    error_number =
+        file_ ? reserve(fd_.get(), file_.get(), 0, kHead + kChunk * sizeof(TraceEvent)) : errno;
   }
   if (error_number != 0) {
-    if (memory != MAP_FAILED) ::munmap(memory, sizeof(TraceFile));
     ::unlink(path.c_str());
     fail(error_number, fmt::format("no space for '{}' (LOCKSTEP_TRACE), of up to {} MiB; free "
                                    "some, or raise the limits (ulimit -f, ulimit -v)",
@@ -98,8 +86,6 @@ Trace::Trace(const std::string& dir, const FlightRecord& record, int n_restarts)
   }
   std::copy(TraceFile::kMagic.begin(), TraceFile::kMagic.end(), file_->magic.begin());
 }
-
-Trace::~Trace() { ::munmap(file_, sizeof(TraceFile)); }
 
 void Trace::name_site(std::uint32_t number, std::string_view text) noexcept {
   base::copy_text(file_->sites[number], text);
@@ -149,7 +135,8 @@ bool Trace::make_room(std::uint64_t number) noexcept {
     const std::size_t offset = offsetof(TraceFile, events) + n_room * sizeof(TraceEvent);
     // The program may have closed the descriptor and reused its number for another file.
     const int error_number =
-        fd_.is_intact() ? reserve(fd_.get(), file_, offset, kChunk * sizeof(TraceEvent)) : EBADF;
+        fd_.is_intact() ? reserve(fd_.get(), file_.get(), offset, kChunk * sizeof(TraceEvent))
+                        : EBADF;
     if (error_number != 0) {
       file_->error_number.store(error_number, relaxed);
     } else {
@@ -167,8 +154,8 @@ std::int32_t Trace::this_thread() noexcept {
     std::int32_t thread = 0;
   };
   thread_local Known known;
-  if (known.file == file_ && known.anchor_ns == file_->anchor_ns) return known.thread;
-  known = {file_, file_->anchor_ns, ::gettid()};
+  if (known.file == file_.get() && known.anchor_ns == file_->anchor_ns) return known.thread;
+  known = {file_.get(), file_->anchor_ns, ::gettid()};
   std::array<char, 16> name{};
   if (known.thread == ::getpid()) {
     base::copy_text(name, "main");

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <lockstep/engine.hpp>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -76,9 +77,6 @@ class Trace {
   /// Creates DIR/rank-N.XXXXXX for the rank of `record`, with the record's sites and groups.
   /// Throws SystemError.
   Trace(const std::string& dir, const FlightRecord& record, int n_restarts);
-  ~Trace();
-  Trace(const Trace&) = delete;
-  Trace& operator=(const Trace&) = delete;
 
   void name_site(std::uint32_t number, std::string_view text) noexcept;
   void name_group(std::uint32_t number, std::string_view text) noexcept;
@@ -100,7 +98,7 @@ class Trace {
   bool make_room(std::uint64_t number) noexcept;
 
   base::GuardedFd fd_;
-  TraceFile* file_ = nullptr;
+  std::shared_ptr<TraceFile> file_;
   std::mutex mutex_;  // guards the reservation of space
 };
 

@@ -1,6 +1,5 @@
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -18,6 +17,7 @@
 #include "base/ticks.hpp"
 #include "cli/subcommands.hpp"
 #include "cli/trace/trace_data.hpp"
+#include "record/mapped_file.hpp"
 #include "record/signature.hpp"
 #include "record/trace_file.hpp"
 
@@ -42,14 +42,11 @@ Mapping map(const fs::path& path) {
                       fmt::format("cannot read '{}'", path.string()));
   }
   if (status.st_size != sizeof(TraceFile)) return nullptr;
-  void* const memory = ::mmap(nullptr, sizeof(TraceFile), PROT_READ, MAP_SHARED, fd.get(), 0);
-  if (memory == MAP_FAILED) {
+  Mapping file = internal::map_file<const TraceFile>(fd.get(), PROT_READ);
+  if (!file) {
     throw SystemError({.operation = "lockstep trace"}, errno,
                       fmt::format("cannot map '{}'", path.string()));
   }
-  Mapping file(static_cast<const TraceFile*>(memory), [](const TraceFile* mapped) {
-    ::munmap(const_cast<TraceFile*>(mapped), sizeof(TraceFile));
-  });
   const bool is_complete =
       std::equal(TraceFile::kMagic.begin(), TraceFile::kMagic.end(), file->magic.begin());
   return is_complete ? file : nullptr;
