@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <lockstep/engine.hpp>
+#include <vector>
 
 namespace lockstep::internal {
 
@@ -25,6 +27,22 @@ inline Call barrier_of(const Call& call) {
   step.count = 0;
   step.counts = {};
   return step;
+}
+
+/// Every rank's value, in rank order. Throws what all_gather throws.
+template <class T>
+std::vector<T> gather_values(Engine& engine, const Call& call, const T& mine) {
+  std::vector<T> all(static_cast<std::size_t>(engine.size()));
+  const std::vector<std::size_t> counts(all.size(), sizeof(T));
+  Call gather = call;
+  gather.op = Op::all_gather;
+  gather.dtype = DType::u8;
+  gather.count = sizeof(T);
+  gather.in = &mine;
+  gather.out = all.data();
+  gather.counts = counts;
+  engine.run(gather);
+  return all;
 }
 
 }  // namespace lockstep::internal

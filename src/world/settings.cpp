@@ -6,7 +6,6 @@
 #include <lockstep/error.hpp>
 #include <vector>
 
-#include "engines/hierarchical/hosts.hpp"
 #include "group/check.hpp"
 #include "group/step.hpp"
 
@@ -72,7 +71,7 @@ void compare_settings(Engine& engine, const Call& barrier, bool was_member) {
   if (engine.size() == 1) return;
   const Settings mine{.mode = floating_point_mode(), .was_member = was_member};
   // A later error shows init_dist's barrier as the rank's last call.
-  const std::vector<Settings> all = hierarchical::gather_values(engine, barrier_of(barrier), mine);
+  const std::vector<Settings> all = gather_values(engine, barrier_of(barrier), mine);
   const auto first = std::ranges::find(all, true, &Settings::was_member);
   const auto of = static_cast<std::size_t>(first == all.end() ? 0 : first - all.begin());
   const ErrorContext context = context_of(barrier, engine.rank());

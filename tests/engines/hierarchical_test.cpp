@@ -27,6 +27,7 @@
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/shared/bootstrap/job.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "group/step.hpp"
 #include "support/expect.hpp"
 #include "support/namespaces.hpp"
 #include "support/waiting.hpp"
@@ -666,7 +667,7 @@ TEST_F(HierarchicalProcessTest, more_ranks_than_connections_may_wait_are_one_hos
       ASSERT_EQ(::unshare(CLONE_NEWNET), 0);
       std::ofstream("/proc/sys/net/core/somaxconn") << "1\n";
     }
-    const auto pids = gather_values(*outer, call, static_cast<int>(::getpid()));
+    const auto pids = internal::gather_values(*outer, call, static_cast<int>(::getpid()));
     if (rank != 0) {
       const base::UniqueFd space(
           ::open(fmt::format("/proc/{}/ns/net", pids[0]).c_str(), O_RDONLY | O_CLOEXEC));
@@ -702,7 +703,7 @@ TEST_F(HierarchicalProcessTest, network_namespaces_are_hosts) {
     if (rank == 2 || rank == 4) {
       ASSERT_EQ(::unshare(CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWIPC), 0);
     }
-    const auto pids = gather_values(*outer, call, static_cast<int>(::getpid()));
+    const auto pids = internal::gather_values(*outer, call, static_cast<int>(::getpid()));
     if (rank == 3) {
       const base::UniqueFd space(
           ::open(fmt::format("/proc/{}/ns/net", pids[2]).c_str(), O_RDONLY | O_CLOEXEC));
@@ -742,7 +743,7 @@ TEST_F(HierarchicalProcessTest, a_death_on_one_host_ends_all) {
 TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_limit) {
   const auto statuses = run(4, [](std::unique_ptr<Engine> outer) {
     const int rank = outer->rank();
-    const auto pids = gather_values(*outer, barrier_call(), static_cast<int>(::getpid()));
+    const auto pids = internal::gather_values(*outer, barrier_call(), static_cast<int>(::getpid()));
     // Only the call below may end by its limit: the leader's extension of it is longer.
     const Group group(make(std::move(outer), {0, 0, 2, 2}, barrier_call()), "world",
                       std::chrono::seconds(20));

@@ -12,17 +12,19 @@
 #include "engines/hierarchical/topology.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "group/native_engine.hpp"
+#include "group/step.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
 
-/// One of the parts into which the ranks of `global` split: those that are leaders of `part`, or
-/// the others, whose engine is unused. Collective.
+/// The ranks of `global` that are leaders of `part`; null on the other ranks, and if this is the
+/// only host. Collective: the other ranks split off too.
 std::unique_ptr<Engine> leaders_of(Engine& global, const Topology& topology, int rank, int part,
                                    Call call) {
   call.op = Op::split;
-  const int is_other = topology.leader_of(rank) == rank ? 0 : 1;
-  return global.split(call, /*color=*/2 * part + is_other, /*key=*/rank);
+  const bool is_leader = topology.leader_of(rank) == rank;
+  auto leaders = global.split(call, /*color=*/2 * part + (is_leader ? 0 : 1), /*key=*/rank);
+  return is_leader && topology.leaders.size() > 1 ? std::move(leaders) : nullptr;
 }
 
 class HierarchicalEngine final : public internal::NativeEngine {
@@ -59,8 +61,9 @@ class HierarchicalEngine final : public internal::NativeEngine {
       struct Choice {
         int color, key, leader, rank;
       };
-      auto all = gather_values(*levels_.global, levels_.limited(call),
-                               Choice{color, key, levels_.topology.leader_of(rank()), rank()});
+      auto all =
+          internal::gather_values(*levels_.global, levels_.limited(call),
+                                  Choice{color, key, levels_.topology.leader_of(rank()), rank()});
       std::erase_if(all, [color](const Choice& choice) { return choice.color != color; });
       const int part = all.front().rank;  // a number that no other part has
       std::ranges::stable_sort(all, {}, &Choice::key);
@@ -74,7 +77,6 @@ class HierarchicalEngine final : public internal::NativeEngine {
       Topology topology(std::move(hosts), global->rank());
       auto leaders =
           leaders_of(*levels_.global, topology, global->rank(), part, levels_.limited(call));
-      if (topology.leaders.size() == 1) leaders.reset();
       engine = std::make_unique<HierarchicalEngine>(std::move(global), std::move(local),
                                                     std::move(leaders), std::move(topology));
     });
@@ -113,7 +115,8 @@ std::unique_ptr<Engine> make(std::unique_ptr<Engine> global, const std::vector<i
   Topology topology(hosts, global->rank());
   if (topology.leaders.size() == hosts.size()) return global;
   try {
-    const std::vector<std::uint64_t> nonces = gather_values(*global, barrier, draw_nonce());
+    const std::vector<std::uint64_t> nonces =
+        internal::gather_values(*global, barrier, draw_nonce());
     const auto leader = static_cast<std::size_t>(topology.leader_of(global->rank()));
     Call step = barrier;
     if (topology.leaders.size() > 1) step.ranks = topology.members;

@@ -1,6 +1,5 @@
 #include "engines/hierarchical/hosts.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -14,6 +13,8 @@
 #include "base/abstract_socket.hpp"
 #include "base/fd.hpp"
 #include "base/process.hpp"
+#include "base/text.hpp"
+#include "group/step.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -25,13 +26,6 @@ struct HostId {
   std::uint64_t nonce = 0;
   std::int32_t pid = 0;
 };
-
-std::array<char, 40> boot_id() {
-  std::array<char, 40> id{};
-  const base::UniqueFd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
-  if (!file || ::read(file.get(), id.data(), 36) != 36) id.fill('\0');
-  return id;
-}
 
 base::AbstractAddress address_of(std::uint64_t nonce) {
   return base::AbstractAddress(fmt::format("lockstep-host-{:016x}", nonce));
@@ -79,13 +73,13 @@ std::uint64_t draw_nonce() {
 
 std::vector<int> find_hosts(Engine& global, const Call& call) {
   HostId mine;
-  mine.boot_id = boot_id();
+  base::copy_text(mine.boot_id, base::boot_id());
   mine.pid_namespace = base::namespace_of("pid");
   mine.nonce = draw_nonce();
   mine.pid = ::getpid();
   // Open before any rank can know the nonce, and until all ranks have probed for it.
   const base::UniqueFd probe_listener = listen_for_probe(mine.nonce, global.size());
-  const std::vector<HostId> ids = gather_values(global, call, mine);
+  const std::vector<HostId> ids = internal::gather_values(global, call, mine);
   // The connections are never accepted, and the system limits the backlog (net.core.somaxconn). So
   // each rank connects only to lower ranks in its own PID namespace, of which the next is on its
   // host: a listener gets at most one connection. Only where /proc does not tell the namespaces, a
@@ -98,7 +92,7 @@ std::vector<int> find_hosts(Engine& global, const Call& call) {
       break;
     }
   }
-  std::vector<int> hosts = gather_values(global, call, next_lower);
+  std::vector<int> hosts = internal::gather_values(global, call, next_lower);
   for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
     const int lower = hosts[rank];
     hosts[rank] = lower < 0 ? static_cast<int>(rank) : hosts[static_cast<std::size_t>(lower)];

@@ -20,7 +20,7 @@ namespace lockstep::hierarchical {
 struct Levels {
   std::unique_ptr<Engine> global;                 ///< all ranks
   std::unique_ptr<internal::NativeEngine> local;  ///< the ranks of this host
-  std::unique_ptr<Engine> leaders;  ///< the leaders of all hosts; unused on the other ranks
+  std::unique_ptr<Engine> leaders;  ///< the leaders of all hosts; null on the other ranks
   Topology topology;
   /// Whether all levels are parts of one channel of messages, which has the numbers of the group's
   /// ranks: one failure ends all levels, and a rank whose time ends finds the late one on any level
