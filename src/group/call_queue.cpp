@@ -11,15 +11,12 @@
 #include <utility>
 
 #include "base/fork_guard.hpp"
+#include "base/patience.hpp"
 #include "base/text.hpp"
 #include "base/wait_until_true.hpp"
 
 namespace lockstep::internal {
 namespace {
-
-/// How much longer than its own limit a call waits for posted ones before it: they check every few
-/// milliseconds, and between hosts they have a second more.
-constexpr std::chrono::milliseconds kReportTime{2000};
 
 /// How many threads are in callbacks, of any queue.
 struct InCallbacks {
@@ -115,7 +112,8 @@ std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds le
     return {};
   }
   std::unique_lock lock(mutex_);
-  if (changed_.wait_for(lock, left + kReportTime, [this] { return is_idle() && !is_calling_; })) {
+  if (changed_.wait_for(lock, left + base::patience::kLeadersReport,
+                        [this] { return is_idle() && !is_calling_; })) {
     return {};
   }
   const std::size_t n = n_pending_.load(std::memory_order_relaxed);

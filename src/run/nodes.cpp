@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "base/fd.hpp"
+#include "base/patience.hpp"
 #include "run/errors.hpp"
 #include "run/node_message.hpp"
 #include "run/rank_environment.hpp"
@@ -33,8 +34,6 @@ using Clock = std::chrono::steady_clock;
 constexpr milliseconds kRetryEvery{100};
 /// Limit of one connection attempt if there is no answer.
 constexpr milliseconds kConnectTime{3000};
-/// Node 0's report may take this long to arrive: it has more detail than the others know.
-constexpr milliseconds kReportTime{2000};
 
 int timeout_to(Clock::time_point when) {
   const auto left = std::chrono::ceil<milliseconds>(when - Clock::now()).count();
@@ -387,12 +386,12 @@ void Nodes::connect_to_node_0(const Signals& signals, int n_ranks, int n_restart
                             "that no other program uses"
                           : "closed the connection: node 0 ended, or rejected this node"));
     }
-    if (Clock::now() > deadline_ + kReportTime) {
+    if (Clock::now() > deadline_ + base::patience::kLeadersReport) {
       throw TimeoutError(launcher_context(),
                          fmt::format("node 0 at {} does not answer within {}", address_, limit()));
     }
-    poll_or_interrupt({{.fd = link.fd(), .events = POLLIN, .revents = 0}}, deadline_ + kReportTime,
-                      signals);
+    poll_or_interrupt({{.fd = link.fd(), .events = POLLIN, .revents = 0}},
+                      deadline_ + base::patience::kLeadersReport, signals);
   }
   placement_ = parse_layout(*reply, options_, address_, n_ranks);
 }

@@ -1,24 +1,14 @@
 #include "engines/hierarchical/levels.hpp"
 
-#include <chrono>
 #include <new>
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "base/patience.hpp"
 #include "group/failure.hpp"
 
 namespace lockstep::hierarchical {
-namespace {
-
-/// Added to the timeout of a rank that waits for other hosts, so that the ranks of a late host
-/// first report which of them is late. Ranks that wait for such a rank give it the same time.
-constexpr std::chrono::milliseconds kReportTime{700};
-/// On an oversubscribed machine, or in a library that does not return, a rank that waits for other
-/// hosts may time out late; the ranks of its host extend its deadline by this much more.
-constexpr std::chrono::milliseconds kPatience = 8 * kReportTime;
-
-}  // namespace
 
 void Levels::refuse(const Refusal& refusal) const noexcept {
   if (!refusal.is_pair) {
@@ -73,11 +63,11 @@ void Levels::run_leaders(Call call) {
   call = limited(call);
   if (are_one_channel) return leaders->run(call);
   call.ranks = topology.leaders;
-  call.timeout += kReportTime;
+  call.timeout += base::patience::kOtherHosts;
   // The other ranks of this host wait for this one, which is not the late one if a host is late.
-  local->extend_deadline(call.timeout + kPatience);
+  local->extend_deadline(call.timeout + base::patience::kOtherHostsLate);
   leaders->run(call);
-  local->extend_deadline(kReportTime);  // the result is about to reach them
+  local->extend_deadline(base::patience::kOtherHosts);  // the result is about to reach them
 }
 
 void Levels::run_global(Call call) {
@@ -86,10 +76,10 @@ void Levels::run_global(Call call) {
     call.check = Check::off;  // after compare()
     return global->run(call);
   }
-  call.timeout += kReportTime;
-  local->extend_deadline(call.timeout + kPatience);
+  call.timeout += base::patience::kOtherHosts;
+  local->extend_deadline(call.timeout + base::patience::kOtherHostsLate);
   global->run(call);
-  local->extend_deadline(kReportTime);
+  local->extend_deadline(base::patience::kOtherHosts);
 }
 
 void Levels::run_message(const Call& call) {

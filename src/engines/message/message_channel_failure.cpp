@@ -8,6 +8,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/patience.hpp"
 #include "engines/message/message_channel.hpp"
 #include "group/wait_chain.hpp"
 #include "record/signature.hpp"
@@ -19,9 +20,6 @@ using Clock = std::chrono::steady_clock;
 using internal::Failure;
 using Kind = Failure::Kind;
 using std::chrono::milliseconds;
-
-/// If a connection broke, the control message with the reason may still be arriving.
-constexpr milliseconds kControlDelay{200};
 
 }  // namespace
 
@@ -69,7 +67,7 @@ void MessageChannel::fail(Failure failure, const Call& call) {
 void MessageChannel::fail_transport(const TransportError& error, const Call& call) {
   const int peer = error.peer();
   if (peer != TransportError::kNoPeer) {
-    for (const auto end = Clock::now() + kControlDelay; Clock::now() < end;) {
+    for (const auto end = Clock::now() + base::patience::kControlMessage; Clock::now() < end;) {
       poll_control();
       throw_if_failed(call);
       if (const auto departure = departure_among(std::span(&peer, 1))) fail(*departure, call);
@@ -178,7 +176,7 @@ std::vector<RefusedCall> MessageChannel::refused_calls(std::span<const Row> rows
     return row.header.n_refused == least ||
            std::ranges::any_of(calls, [&](const auto& one) { return one.rank == row.rank; });
   };
-  for (const auto end = Clock::now() + kControlDelay;;) {
+  for (const auto end = Clock::now() + base::patience::kControlMessage;;) {
     poll_control();
     calls.clear();
     control_->visit_refusals([&](const WaitState& of, const std::string& text) {

@@ -6,6 +6,7 @@
 #include <set>
 #include <thread>
 
+#include "base/patience.hpp"
 #include "engines/message/message_channel.hpp"
 #include "group/wait_chain.hpp"
 #include "record/progress.hpp"
@@ -16,16 +17,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using State = Transport::State;
-using std::chrono::milliseconds;
-
-/// How long messages that a rank sent before it left may still be in transit.
-constexpr milliseconds kTransitTime{500};
-/// How long a rank that runs takes at most to answer a status query. A rank that is late is named
-/// that much after the call's time.
-constexpr milliseconds kStatusReplyTime{250};
-/// How long a rank waits for its peer in a send or recv before it queries whether the call can
-/// complete.
-constexpr milliseconds kQueryDelay{200};
 
 }  // namespace
 
@@ -33,7 +24,7 @@ constexpr milliseconds kQueryDelay{200};
 struct MessageChannel::StatusQuery {
   int peer;
   Header& header;  // of the call in which the peer waits
-  Clock::time_point time = Clock::now() + kQueryDelay;
+  Clock::time_point time = Clock::now() + base::patience::kQuery;
   bool is_asked = false;
   bool is_answered = false;
 };
@@ -71,7 +62,7 @@ bool MessageChannel::wait(const Call& call, Limit& limit, StatusQuery* query) {
     const bool has_ended = state == State::ended;
     if (const auto departure = departure_among(awaited)) {
       if (!departure_seen) departure_seen = now;
-      if (has_ended || now >= deadline || now - *departure_seen >= kTransitTime) {
+      if (has_ended || now >= deadline || now - *departure_seen >= base::patience::kTransit) {
         fail(*departure, call);
       }
     }
@@ -119,7 +110,7 @@ bool MessageChannel::is_impossible(StatusQuery& query) {
   }
   query.header = answer->second.header;
   query.is_answered = true;
-  query.time = now + kTransitTime;  // its message may have been sent before
+  query.time = now + base::patience::kTransit;  // its message may have been sent before
   return false;
 }
 
@@ -128,7 +119,7 @@ std::map<int, WaitState> MessageChannel::query_wait_states(const Call& call) {
   control_->ask(own.number);
   const auto n = static_cast<std::size_t>(size());
   std::map<int, WaitState> wait_states;
-  for (const auto end = Clock::now() + kStatusReplyTime;
+  for (const auto end = Clock::now() + base::patience::kStatusReply;
        Clock::now() < end && wait_states.size() + 1 < n;
        std::this_thread::sleep_for(std::chrono::microseconds(100))) {
     poll_control();

@@ -96,13 +96,13 @@ class Follower : Bootstrap {
 
   Reply receive(base::UniqueFd& segment_fd) {
     pollfd entry{.fd = socket_.get(), .events = POLLIN, .revents = 0};
-    while (::poll(&entry, 1, milliseconds_to(deadline_ + kReportTime)) <= 0) {
+    while (::poll(&entry, 1, milliseconds_to(deadline_ + kLeadersReport)) <= 0) {
       while_waiting_();
       const bool is_stopped =
           base::process_state(leader_.pid, leader_start_) == base::ProcessState::stopped;
       // A leader that runs reports at its own deadline, which may be later by the time that this
       // rank took to begin.
-      if (Clock::now() < deadline_ + (is_stopped ? milliseconds(0) : kReportTime)) continue;
+      if (Clock::now() < deadline_ + (is_stopped ? milliseconds(0) : kLeadersReport)) continue;
       const auto waited = duration_cast<milliseconds>(Clock::now() - begin_);
       fail(Kind::timeout,
            fmt::format("rank {} (process {}) {} for {:.1f} s, with a limit of {:g} s; {}",

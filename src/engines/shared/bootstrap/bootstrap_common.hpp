@@ -16,6 +16,7 @@
 
 #include "base/abstract_socket.hpp"
 #include "base/fd.hpp"
+#include "base/patience.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
 #include "group/failure.hpp"
 
@@ -31,8 +32,7 @@ inline constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;
 inline constexpr std::string_view kJoined = "!";
 inline constexpr std::uint32_t kOtherRanks = ~0U;
 inline constexpr milliseconds kRetryEvery{5};
-/// Longest time for rank 0's report to arrive; rank 0 knows more than a member.
-inline constexpr milliseconds kReportTime{2000};
+using base::patience::kLeadersReport;
 /// Upper limit of a bootstrap, so that nanosecond arithmetic does not overflow.
 inline constexpr milliseconds kLongest = std::chrono::hours(24 * 365);
 

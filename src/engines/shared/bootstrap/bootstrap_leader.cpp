@@ -226,7 +226,7 @@ class Leader : Bootstrap {
         "its limit on open files (ulimit -n) by at least {}, or start the job with `lockstep run`",
         number_of(0), ::getpid(), n_ranks_, n_ranks_);
     const Reply reply = refusal(Kind::system, text, error_number);
-    const auto give_up = std::min(deadline_, Clock::now() + kReportTime);
+    const auto give_up = std::min(deadline_, Clock::now() + kLeadersReport);
     for (int n_notified = 0; n_notified < n_ranks_ - 1 && Clock::now() < give_up;) {
       for (const Member& member : members_) {
         // Closing a socket with an unread hello would discard the reply.

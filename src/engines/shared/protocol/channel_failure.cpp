@@ -7,6 +7,7 @@
 #include <new>
 #include <thread>
 
+#include "base/patience.hpp"
 #include "base/text.hpp"
 #include "base/truncated_text.hpp"
 #include "engines/shared/protocol/channel.hpp"
@@ -25,9 +26,6 @@ using internal::root_of;
 using Kind = Failure::Kind;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
-
-/// How long the ranks that are present wait for the others' information before they report.
-constexpr milliseconds kReportPatience{300};
 
 }  // namespace
 
@@ -94,7 +92,7 @@ void Channel::wait_for_peers_to_leave() const noexcept {
 
 void Channel::throw_failure(const Call& call) {
   FailureRecord& failure = header_->failure;
-  const auto give_up = steady_clock::now() + kReportPatience;
+  const auto give_up = steady_clock::now() + base::patience::kReport;
   while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
     if (steady_clock::now() > give_up) {
       throw PeerLost(context_of(call, rank_),
@@ -201,7 +199,7 @@ void Channel::fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_pe
 }
 
 void Channel::fail_mismatch(const Call& call) {
-  const auto give_up = steady_clock::now() + std::min(kReportPatience, call.timeout);
+  const auto give_up = steady_clock::now() + std::min(base::patience::kReport, call.timeout);
   while (!absent(kAllRanks).empty() && steady_clock::now() < give_up && !has_failed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }

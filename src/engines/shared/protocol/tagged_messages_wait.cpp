@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "base/futex.hpp"
+#include "base/patience.hpp"
+#include "engines/shared/protocol/refusals.hpp"
 #include "engines/shared/protocol/tagged_messages.hpp"
 #include "group/failure.hpp"
 
@@ -15,10 +17,6 @@ namespace lockstep::shared {
 namespace {
 
 using std::chrono::milliseconds;
-
-/// How long the owner of a message waits beyond its timeout for a peer that is copying and is not
-/// known to be stopped.
-constexpr std::chrono::seconds kCopyPatience{10};
 
 std::string name_of_rank(int rank) { return rank < 0 ? "any rank" : fmt::format("rank {}", rank); }
 
@@ -253,8 +251,8 @@ void TaggedMessages::Request::end_with(std::exception_ptr error) {
     const Channel& channel = messages_.channel_;
     const int copier = channel.world_rank(entry_->copier.load(std::memory_order_relaxed));
     if (!copy_seen_at_) copy_seen_at_ = Clock::now();
-    const bool is_frozen =
-        channel.membership()->is_stopped(copier) || Clock::now() - *copy_seen_at_ > kCopyPatience;
+    const bool is_frozen = channel.membership()->is_stopped(copier) ||
+                           Clock::now() - *copy_seen_at_ > base::patience::kCopy;
     expected = RequestEntry::copying;
     if (!is_frozen || !entry_->state.compare_exchange_strong(expected, RequestEntry::abandoned,
                                                              std::memory_order_acq_rel)) {

@@ -6,13 +6,12 @@
 #include <cstdint>
 
 #include "base/futex.hpp"
+#include "base/patience.hpp"
 #include "base/wait_policy.hpp"
 
 namespace lockstep::shared {
 
-/// How often a waiter checks whether the awaited peers are alive: well within the one second in
-/// which every rank must detect a failure.
-inline constexpr std::chrono::milliseconds kLivenessInterval{20};
+using base::patience::kLivenessInterval;
 
 /// Whether the round-th liveness check of a wait asks the system about the i-th of n peers. To ask
 /// takes about 10 us, so a check asks about a few, in rotation: all in half a second.
