@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
 #include <span>
 #include <utility>
@@ -39,19 +38,31 @@ std::shared_ptr<Recorder> Recorder::in_process(int rank, int world_size,
 }
 
 std::uint32_t Recorder::site(const std::source_location& where) {
+  const std::uint64_t key = reinterpret_cast<std::uintptr_t>(where.file_name()) + where.line();
+  const std::size_t first = key * 0x9e3779b97f4a7c15ULL >> 32U;
+  std::atomic<std::uint8_t>* slot = nullptr;
+  const auto find = [&] {  // 0: not in the table; it belongs into `slot`
+    for (std::size_t i = first;; ++i) {
+      slot = &site_numbers_[i % site_numbers_.size()];
+      const std::uint32_t number = slot->load(std::memory_order_acquire);
+      const Site& site = sites_[number];
+      if (number == 0 || (site.file == where.file_name() && site.line == where.line())) {
+        return number;
+      }
+    }
+  };
+  if (const std::uint32_t known = find(); known != 0) return known;
   const std::lock_guard lock(mutex_);
-  const auto found = std::find_if(sites_.begin(), sites_.end(), [&](const Site& site) {
-    return site.file == where.file_name() && site.line == where.line();
-  });
-  if (found != sites_.end()) return static_cast<std::uint32_t>(found - sites_.begin()) + 1;
-  if (sites_.size() + 1 >= FlightRecord::kMaxSites) return 0;
-  sites_.push_back({where.file_name(), where.line()});
-  base::copy_text(record_->sites[sites_.size()],
+  if (const std::uint32_t known = find(); known != 0) return known;
+  if (n_sites_ + 1 >= FlightRecord::kMaxSites) return 0;
+  const std::uint32_t number = ++n_sites_;
+  sites_[number] = {where.file_name(), where.line()};
+  base::copy_text(record_->sites[number],
                   where.line() == 0
                       ? "an unknown line"
                       : fmt::format("{}:{}", base::base_name(where.file_name()), where.line()));
-  const auto number = static_cast<std::uint32_t>(sites_.size());
   if (trace_) trace_->name_site(number, site_of(*record_, number));
+  slot->store(static_cast<std::uint8_t>(number), std::memory_order_release);
   return number;
 }
 
@@ -92,11 +103,7 @@ GroupRecorder::GroupRecorder(std::shared_ptr<Recorder> recorder, std::string_vie
 
 void GroupRecorder::open(const Call& call) {
   FlightRecord& record = *record_;
-  if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
-    site_file_ = call.where.file_name();
-    site_line_ = call.where.line();
-    site_ = recorder_->site(call.where);
-  }
+  const std::uint32_t site = recorder_->site(call.where);
   // A block belongs to this group until other groups have taken all blocks after it.
   if (n_left_ == 0 || record.n_blocks.load(std::memory_order_relaxed) - block_ >= kBlocks) {
     block_ = record.n_blocks.fetch_add(1, std::memory_order_relaxed) + 1;
@@ -123,7 +130,7 @@ void GroupRecorder::open(const Call& call) {
   entry.count.store(call.count, release);
   entry.start.store(start, release);
   entry.end.store(FlightEntry::kUnderWay, release);
-  entry.site.store(static_cast<std::uint16_t>(site_), release);
+  entry.site.store(static_cast<std::uint16_t>(site), release);
   entry.group.store(static_cast<std::uint16_t>(group_number_), release);
   entry.complete.store(static_cast<std::uint32_t>(number), release);
   if (trace_ != nullptr) {
@@ -131,7 +138,7 @@ void GroupRecorder::open(const Call& call) {
                             .count = call.count,
                             .sequence = call.sequence,
                             .collective = collective,
-                            .site = site_,
+                            .site = site,
                             .group = group_number_},
                            start);
   }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <mutex>
@@ -8,7 +10,6 @@
 #include <source_location>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "base/fork_guard.hpp"
 #include "base/ticks.hpp"
@@ -31,7 +32,7 @@ class Recorder {
 
   FlightRecord& record() const noexcept { return *record_; }
 
-  /// The number under which readers find this source line.
+  /// The number under which readers find this source line. Takes no lock if it is known.
   std::uint32_t site(const std::source_location& where);
   /// The number under which readers find a group in which this rank is `rank`.
   std::uint32_t add_group(std::string_view name, int rank, int size);
@@ -63,8 +64,11 @@ class Recorder {
   std::optional<std::string> dir_;
   std::atomic<bool> has_failed_{false};
   std::shared_ptr<Trace> trace_;
-  std::mutex mutex_;         // guards sites_, and writes to the record's sites and groups
-  std::vector<Site> sites_;  // element i is the record's entry i + 1
+  std::mutex mutex_;  // guards writes to sites_, and to the record's sites and groups
+  std::uint32_t n_sites_ = 0;
+  std::array<Site, FlightRecord::kMaxSites> sites_{};  // element i is the record's entry i
+  /// A hash table of the elements of sites_, which it publishes; 0: none. Half of it stays empty.
+  std::array<std::atomic<std::uint8_t>, 2 * FlightRecord::kMaxSites> site_numbers_{};
 };
 
 /// Writes one group's calls into its rank's record.
@@ -142,10 +146,6 @@ class GroupRecorder final : public Progress {
   FlightEntry* entry_ = nullptr;  ///< of the current call, once open
   TraceEvent* event_ = nullptr;   ///< the same in the trace, if there is one with space
   bool is_short_ = false;         ///< so far
-
-  const char* site_file_ = nullptr;
-  std::uint_least32_t site_line_ = 0;
-  std::uint32_t site_ = 0;
 };
 
 }  // namespace lockstep::internal
