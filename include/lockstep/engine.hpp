@@ -59,8 +59,8 @@ struct Call {
   /// lie one after the other.
   std::span<const void* const> ins{};
   std::span<void* const> outs{};
-  /// How many collectives this rank has refused in the group so far; of send and recv: how many of
-  /// this operation with this peer. Ranks compare it, see Engine::refuse.
+  /// How many calls this rank has refused in the group so far. Ranks compare it in collectives, see
+  /// Engine::refuse.
   std::uint32_t n_refused = 0;
   std::string_view group{};  ///< name of the group, for errors
   /// The name of the operation in errors, if not that of `op`: "init_dist" for the barrier of
@@ -93,11 +93,8 @@ struct Call {
 /// The error context of one call of the engine's rank.
 ErrorContext context_of(const Call& call, int rank);
 
-/// A call that this rank began and refused: an exception left it before its first message.
+/// A collective that this rank began and refused: an exception left it before its first message.
 struct Refusal {
-  bool is_pair = false;  ///< a send or recv, of which the two ends compare how many they refused
-  bool is_send = false;  ///< of a pair
-  int peer = -1;         ///< of a pair
   std::uint32_t n_refused = 0;  ///< with this one, see Call::n_refused
   std::string_view operation{}, reason{};
   std::source_location where{};
@@ -153,11 +150,12 @@ class Engine {
   /// `call.count` zeroed bytes on every rank; the engine transfers them without copies if it can.
   /// Collective; the same count on all ranks.
   virtual std::unique_ptr<SharedMemory> allocate(const Call& call) = 0;
-  /// This rank has refused a call after the calls that it has run. Ranks that have refused the same
-  /// number of calls still make matching calls. A peer that waits for this rank in a call with a
-  /// smaller Call::n_refused is in the call that this rank refused, or in a later one: it throws a
-  /// MismatchError with the text. So does this rank in its next call, and every rank whose call is
-  /// matched with one of another n_refused. Does not wait. Threads: as run().
+  /// This rank has refused a collective after the calls that it has run. Ranks that have refused
+  /// the same number of calls still make matching calls. A peer that waits for this rank in a
+  /// collective with a smaller Call::n_refused is in the call that this rank refused, or in a later
+  /// one: it throws a MismatchError with the text. So does this rank in its next collective, and
+  /// every rank whose call is matched with one of another n_refused. Does not wait. Threads: as
+  /// run().
   virtual void refuse(const Refusal& /*refusal*/) noexcept {}
   /// This rank cannot do its part of current or future calls: the group is dead for all ranks, with
   /// PeerFailed and this reason. Callable from any thread, also while run() waits on another.

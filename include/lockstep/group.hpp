@@ -84,7 +84,8 @@ class SharedBuffer {
 /// A UsageError is thrown before any data is transferred, and the call counts as refused: if all
 /// ranks have refused the same number of calls, the group stays usable; if not, the ranks that made
 /// the call, and this rank in its next call, throw a MismatchError that lists the refused calls. So
-/// do not catch a UsageError and retry on one rank alone.
+/// do not catch a UsageError and retry on one rank alone. A refused send or recv ends the group:
+/// every other call throws PeerFailed.
 /// Threads: one call at a time per Group. The *_async forms run in call order on a worker
 /// thread that the Group starts on first use; a blocking call first waits for them.
 class Group {

@@ -46,7 +46,8 @@ extern "C" {
 /** What a function that returns int returns. */
 typedef enum lockstep_status {
   LOCKSTEP_OK = 0,
-  LOCKSTEP_USAGE_ERROR = 1, /**< the caller's bug, found before data moves; the group is usable */
+  LOCKSTEP_USAGE_ERROR = 1,    /**< the caller's bug, found before data moves; the group is usable,
+                                    but after one of send or recv */
   LOCKSTEP_MISMATCH_ERROR = 2, /**< ranks disagree on operation, type, count, root or reduction */
   LOCKSTEP_TIMEOUT_ERROR = 3,  /**< a peer did not arrive within the timeout */
   LOCKSTEP_PEER_LOST = 4,      /**< a peer died or left */

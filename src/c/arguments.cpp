@@ -40,11 +40,10 @@ Timeout timeout_of(std::int64_t timeout_ms) {
 }  // namespace
 
 Arguments::Arguments(const char* operation, const lockstep_group* group, std::int64_t timeout_ms,
-                     const lockstep_site* site, int peer)
+                     const lockstep_site* site)
     : operation_(operation),
       group_(group),
       where_(where_of(site)),
-      peer_(peer),
       timeout_(timeout_of(timeout_ms)) {
   check_given(group, "group");
   if (timeout_ms < LOCKSTEP_GROUP_TIMEOUT) {
@@ -86,11 +85,10 @@ void Arguments::reject(const std::string& text) const {
   if (group_ != nullptr) {
     context.group = group_->name;
     context.rank = group().rank();
-    const auto call =
-        context.operation == "send"   ? detail::Collective(Op::send, peer_, group(), where_)
-        : context.operation == "recv" ? detail::Collective(Op::recv, peer_, group(), where_)
-                                      : detail::Collective(operation_, group(), where_);
-    call.refuse(text);
+    const Op op = context.operation == "send"   ? Op::send
+                  : context.operation == "recv" ? Op::recv
+                                                : Op::barrier;
+    detail::Collective(operation_, group(), where_, op).refuse(text);
   }
   throw UsageError(std::move(context), text);
 }

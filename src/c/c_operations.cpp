@@ -12,19 +12,17 @@ using lockstep::c::guarded;
 
 namespace {
 
-constexpr int kNoPeer = -1;
-
 template <class F>
 int run(const char* operation, const lockstep_group* group, int64_t timeout_ms,
-        const lockstep_site* site, int peer, F body) noexcept {
-  return guarded(operation, [&] { body(Arguments(operation, group, timeout_ms, site, peer)); });
+        const lockstep_site* site, F body) noexcept {
+  return guarded(operation, [&] { body(Arguments(operation, group, timeout_ms, site)); });
 }
 
 template <class F>
 int start(const char* operation, const lockstep_group* group, int64_t timeout_ms,
-          const lockstep_site* site, int peer, lockstep_work** work, F body) noexcept {
+          const lockstep_site* site, lockstep_work** work, F body) noexcept {
   if (work != nullptr) *work = nullptr;  // may be freed, also if this fails
-  return run(operation, group, timeout_ms, site, peer, [&](const Arguments& call) {
+  return run(operation, group, timeout_ms, site, [&](const Arguments& call) {
     call.check_given(work, "work");
     auto handle = std::make_unique<lockstep_work>();
     handle->work = body(call);
@@ -53,80 +51,78 @@ std::size_t sum_of(const Arguments& call, const size_t* counts) {
 
 /// Defines lockstep_OPERATION and lockstep_OPERATION_async. `parameters`: those before timeout_ms;
 /// the rest: the arguments of Group's function, in terms of these and of `call`.
-#define LOCKSTEP_BOTH_FORMS(operation, peer, parameters, ...)                                  \
-  int lockstep_##operation(LOCKSTEP_LIST parameters, int64_t timeout_ms,                       \
-                           const lockstep_site* site) {                                        \
-    return run(#operation, group, timeout_ms, site, peer, [&](const Arguments& call) {         \
-      call.group().operation(__VA_ARGS__ __VA_OPT__(, ) call.timeout(), call.where());         \
-    });                                                                                        \
-  }                                                                                            \
-  int lockstep_##operation##_async(LOCKSTEP_LIST parameters, int64_t timeout_ms,               \
-                                   const lockstep_site* site, lockstep_work** work) {          \
-    return start(#operation, group, timeout_ms, site, peer, work, [&](const Arguments& call) { \
-      return call.group().operation##_async(__VA_ARGS__ __VA_OPT__(, ) call.timeout(),         \
-                                            call.where());                                     \
-    });                                                                                        \
+#define LOCKSTEP_BOTH_FORMS(operation, parameters, ...)                                  \
+  int lockstep_##operation(LOCKSTEP_LIST parameters, int64_t timeout_ms,                 \
+                           const lockstep_site* site) {                                  \
+    return run(#operation, group, timeout_ms, site, [&](const Arguments& call) {         \
+      call.group().operation(__VA_ARGS__ __VA_OPT__(, ) call.timeout(), call.where());   \
+    });                                                                                  \
+  }                                                                                      \
+  int lockstep_##operation##_async(LOCKSTEP_LIST parameters, int64_t timeout_ms,         \
+                                   const lockstep_site* site, lockstep_work** work) {    \
+    return start(#operation, group, timeout_ms, site, work, [&](const Arguments& call) { \
+      return call.group().operation##_async(__VA_ARGS__ __VA_OPT__(, ) call.timeout(),   \
+                                            call.where());                               \
+    });                                                                                  \
   }
 
-LOCKSTEP_BOTH_FORMS(barrier, kNoPeer, (const lockstep_group* group))
+LOCKSTEP_BOTH_FORMS(barrier, (const lockstep_group* group))
 
-LOCKSTEP_BOTH_FORMS(all_reduce, kNoPeer,
+LOCKSTEP_BOTH_FORMS(all_reduce,
                     (const lockstep_group* group, void* data, size_t count, int dtype,
                      int reduction),
                     {data, count, call.dtype(dtype)}, call.reduction(reduction))
 
-LOCKSTEP_BOTH_FORMS(reduce, kNoPeer,
+LOCKSTEP_BOTH_FORMS(reduce,
                     (const lockstep_group* group, void* data, size_t count, int dtype,
                      int reduction, int dst),
                     {data, count, call.dtype(dtype)}, dst, call.reduction(reduction))
 
-LOCKSTEP_BOTH_FORMS(broadcast, kNoPeer,
+LOCKSTEP_BOTH_FORMS(broadcast,
                     (const lockstep_group* group, void* data, size_t count, int dtype, int src),
                     {data, count, call.dtype(dtype)}, src)
 
-LOCKSTEP_BOTH_FORMS(all_gather, kNoPeer,
-                    (const lockstep_group* group, const void* in, void* out, size_t count,
-                     int dtype),
-                    {in, count, call.dtype(dtype)},
-                    {out, call.count_of_all(count), call.dtype(dtype)})
+LOCKSTEP_BOTH_FORMS(
+    all_gather, (const lockstep_group* group, const void* in, void* out, size_t count, int dtype),
+    {in, count, call.dtype(dtype)}, {out, call.count_of_all(count), call.dtype(dtype)})
 
-LOCKSTEP_BOTH_FORMS(gather, kNoPeer,
+LOCKSTEP_BOTH_FORMS(gather,
                     (const lockstep_group* group, const void* in, void* out, size_t count,
                      int dtype, int dst),
                     {in, count, call.dtype(dtype)},
                     {out, call.count_of_all(count), call.dtype(dtype)}, dst)
 
-LOCKSTEP_BOTH_FORMS(scatter, kNoPeer,
+LOCKSTEP_BOTH_FORMS(scatter,
                     (const lockstep_group* group, const void* in, void* out, size_t count,
                      int dtype, int src),
                     {in, call.count_of_all(count), call.dtype(dtype)},
                     {out, count, call.dtype(dtype)}, src)
 
-LOCKSTEP_BOTH_FORMS(reduce_scatter, kNoPeer,
+LOCKSTEP_BOTH_FORMS(reduce_scatter,
                     (const lockstep_group* group, const void* in, void* out, size_t count,
                      int dtype, int reduction),
                     {in, call.count_of_all(count), call.dtype(dtype)},
                     {out, count, call.dtype(dtype)}, call.reduction(reduction))
 
-LOCKSTEP_BOTH_FORMS(all_to_all, kNoPeer,
+LOCKSTEP_BOTH_FORMS(all_to_all,
                     (const lockstep_group* group, const void* in, void* out, size_t count,
                      int dtype),
                     {in, call.count_of_all(count), call.dtype(dtype)},
                     {out, call.count_of_all(count), call.dtype(dtype)})
 
-LOCKSTEP_BOTH_FORMS(send, dst,
+LOCKSTEP_BOTH_FORMS(send,
                     (const lockstep_group* group, const void* data, size_t count, int dtype,
                      int dst),
                     {data, count, call.dtype(dtype)}, dst)
 
-LOCKSTEP_BOTH_FORMS(recv, src,
+LOCKSTEP_BOTH_FORMS(recv,
                     (const lockstep_group* group, void* data, size_t count, int dtype, int src),
                     {data, count, call.dtype(dtype)}, src)
 
 int lockstep_all_gather_v(const lockstep_group* group, const void* in, void* out,
                           const size_t* counts, int dtype, int64_t timeout_ms,
                           const lockstep_site* site) {
-  return run("all_gather", group, timeout_ms, site, kNoPeer, [&](const Arguments& call) {
+  return run("all_gather", group, timeout_ms, site, [&](const Arguments& call) {
     call.group().all_gather({in, count_of_this_rank(call, counts), call.dtype(dtype)},
                             {out, sum_of(call, counts), call.dtype(dtype)}, counts_of(call, counts),
                             call.timeout(), call.where());
@@ -135,7 +131,7 @@ int lockstep_all_gather_v(const lockstep_group* group, const void* in, void* out
 
 int lockstep_gather_v(const lockstep_group* group, const void* in, void* out, const size_t* counts,
                       int dtype, int dst, int64_t timeout_ms, const lockstep_site* site) {
-  return run("gather", group, timeout_ms, site, kNoPeer, [&](const Arguments& call) {
+  return run("gather", group, timeout_ms, site, [&](const Arguments& call) {
     call.group().gather({in, count_of_this_rank(call, counts), call.dtype(dtype)},
                         {out, sum_of(call, counts), call.dtype(dtype)}, counts_of(call, counts),
                         dst, call.timeout(), call.where());

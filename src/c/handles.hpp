@@ -46,7 +46,7 @@ inline std::source_location where_of(const lockstep_site* site) noexcept {
 class Arguments {
  public:
   Arguments(const char* operation, const lockstep_group* group, std::int64_t timeout_ms,
-            const lockstep_site* site, int peer = -1);
+            const lockstep_site* site);
 
   const Group& group() const noexcept { return group_->group; }
   std::size_t size() const noexcept { return static_cast<std::size_t>(group().size()); }
@@ -66,7 +66,6 @@ class Arguments {
   const char* operation_;
   const lockstep_group* group_;
   std::source_location where_;
-  int peer_;  ///< of send and recv
   Timeout timeout_;
 };
 

@@ -24,8 +24,8 @@ bool is_collective_error(const std::exception_ptr& error) {
 }  // namespace
 
 Collective::Collective(std::string_view operation, const Group& group, std::source_location where,
-                       Op op, int peer) noexcept
-    : operation_(operation), group_(group), where_(where), op_(op), peer_(peer) {
+                       Op op) noexcept
+    : operation_(operation), group_(group), where_(where), op_(op) {
   const auto calls = group.state_->calls();
   n_made_ = calls.n_made;
   n_refused_ = calls.n_refused;
@@ -42,11 +42,7 @@ std::string Collective::reason_of(const std::exception_ptr& error) {
 }
 
 void Collective::refuse(std::string_view reason) const noexcept {
-  group_.state_->refuse({.op = op_, .root = peer_, .where = where_}, operation_, reason);
-}
-
-std::uint32_t Collective::n_refused_of_pair() const noexcept {
-  return group_.state_->n_refused(op_, peer_);
+  group_.state_->refuse({.op = op_, .where = where_}, operation_, reason);
 }
 
 bool Collective::has_begun() const noexcept {

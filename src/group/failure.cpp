@@ -2,8 +2,11 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <utility>
 
+#include "base/text.hpp"
+#include "base/truncated_text.hpp"
 #include "group/mismatch.hpp"
 
 namespace lockstep::internal {
@@ -45,6 +48,15 @@ std::string text_of_wait(const Call& call, int rank, std::span<const int> awaite
       "rank {} waited {:g} s for rank{} {} of {}", call.number_of(rank), call.limit_s(),
       awaited.size() == 1 ? "" : "s", list_of(numbers_of(call, awaited)),
       call.ranks.empty() ? std::to_string(n_ranks) : fmt::format("ranks {}", list_of(call.ranks)));
+}
+
+std::string text_of_refusal(std::string_view call, std::string_view reason,
+                            const std::source_location& where) {
+  std::array<char, 160> line{};  // so that the place fits behind it, where engines send it
+  base::copy_truncated(line, reason.substr(0, reason.find('\n')));
+  const std::string text = fmt::format("refused {}: {}", call, base::text_in(line));
+  if (where.line() == 0) return text;
+  return fmt::format("{}, at {}:{}", text, base::base_name(where.file_name()), where.line());
 }
 
 bool is_about_peers(Failure::Kind kind) {

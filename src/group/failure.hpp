@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <lockstep/engine.hpp>
 #include <lockstep/error.hpp>
+#include <source_location>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace lockstep::internal {
@@ -67,6 +69,10 @@ std::vector<int> numbers_of(const Call& call, std::span<const int> ranks);
 
 /// "rank 0 waited 5 s for ranks 1, 2 of 4": these ranks of the call's engine, of n_ranks.
 std::string text_of_wait(const Call& call, int rank, std::span<const int> awaited, int n_ranks);
+
+/// "refused all_reduce #2: data is null, at train.cpp:8": of a call that a rank refuses.
+std::string text_of_refusal(std::string_view call, std::string_view reason,
+                            const std::source_location& where);
 
 /// MismatchError, TimeoutError, PeerLost, PeerFailed: all ranks throw the same.
 bool is_about_peers(Failure::Kind kind);

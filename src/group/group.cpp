@@ -202,8 +202,7 @@ void GroupState::run(Call&& call, Timeout timeout, Use use) {
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  call.n_refused =
-      is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
+  call.n_refused = n_refused_.load(std::memory_order_relaxed);
   // At most never(), a hundred years: longer timeouts overflow nanosecond clocks.
   call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
   // A fork of a rank is not a rank; in a group of one it is harmless.

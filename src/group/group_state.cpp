@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <iterator>
 #include <lockstep/detail/time_limit.hpp>
@@ -12,8 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/text.hpp"
-#include "base/truncated_text.hpp"
+#include "group/failure.hpp"
 #include "group/native_engine.hpp"
 #include "record/signature.hpp"
 
@@ -116,15 +114,8 @@ void GroupState::throw_other_thread(const Call& call) {
 }
 
 GroupState::Calls GroupState::calls() const noexcept {
-  const std::uint64_t n_refused = n_refusals_.load(std::memory_order_relaxed);
+  const std::uint64_t n_refused = n_refused_.load(std::memory_order_relaxed);
   return {.n_made = sequence_.load(std::memory_order_relaxed) - n_refused, .n_refused = n_refused};
-}
-
-std::uint32_t GroupState::n_refused(Op pair, int peer) const noexcept {
-  if (n_refusals_.load(std::memory_order_relaxed) == 0) return 0;
-  const std::lock_guard lock(mutex_);
-  const auto found = refused_pairs_.find({pair, peer});
-  return found == refused_pairs_.end() ? 0 : found->second;
 }
 
 void GroupState::refuse(const Call& call, std::string_view operation,
@@ -133,27 +124,18 @@ void GroupState::refuse(const Call& call, std::string_view operation,
       is_dead_.load(std::memory_order_acquire)) {
     return;
   }
-  const bool pair = is_pair(call.op);
-  if (pair && (call.root < 0 || call.root >= size_)) return;  // no peer knows of it
   try {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     const std::uint64_t sequence = sequence_.load(std::memory_order_relaxed) + 1;
-    std::array<char, 160> line{};  // so that the place fits behind it, where engines send it
-    base::copy_truncated(line, reason.substr(0, reason.find('\n')));
-    std::string text = fmt::format("refused {} #{}: {}", operation, sequence, base::text_in(line));
-    if (call.where.line() != 0) {
-      fmt::format_to(std::back_inserter(text), ", at {}:{}",
-                     base::base_name(call.where.file_name()), call.where.line());
+    std::string text =
+        text_of_refusal(fmt::format("{} #{}", operation, sequence), reason, call.where);
+    if (is_pair(call.op)) {
+      lock.unlock();
+      return end_with_refusal(call, text);
     }
     refusals_.push_back(
-        {{.is_pair = pair, .is_send = call.op == Op::send, .peer = call.root, .where = call.where},
-         std::string(operation),
-         std::string(reason),
-         std::move(text)});
-    refusals_.back().refusal.n_refused =
-        pair ? ++refused_pairs_[{call.op, call.root}]
-             : n_refused_.fetch_add(1, std::memory_order_relaxed) + 1;
-    n_refusals_.fetch_add(1, std::memory_order_relaxed);
+        {{.where = call.where}, std::string(operation), std::string(reason), std::move(text)});
+    refusals_.back().refusal.n_refused = n_refused_.fetch_add(1, std::memory_order_relaxed) + 1;
     sequence_.store(sequence, std::memory_order_relaxed);
     has_refusals_.store(true, std::memory_order_relaxed);
   } catch (const std::exception&) {
@@ -162,12 +144,25 @@ void GroupState::refuse(const Call& call, std::string_view operation,
   send_refusals();
 }
 
+/// Of a send or recv, which its two ends alone would know of.
+void GroupState::end_with_refusal(const Call& call, const std::string& text) {
+  ErrorContext context = context_of(call, rank_);
+  context.group = name_;
+  try {
+    throw_failure({.kind = Failure::Kind::peer_failed, .culprit = rank_, .text = text},
+                  std::move(context));
+  } catch (const PeerFailed&) {
+    mark_dead();
+  }
+  abandon(text);
+}
+
 void GroupState::tell(const Refused& refused) noexcept {
   Refusal refusal = refused.refusal;
   refusal.operation = refused.operation;
   refusal.reason = refused.reason;
   refusal.text = refused.text;
-  if (!refusal.is_pair) group_recorder_.skip_collective();
+  group_recorder_.skip_collective();
   engine_->refuse(refusal);
 }
 
@@ -258,8 +253,7 @@ std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout
   call.group = name_;
   call.check = check_;
   call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  call.n_refused =
-      is_pair(call.op) ? n_refused(call.op, call.root) : n_refused_.load(std::memory_order_relaxed);
+  call.n_refused = n_refused_.load(std::memory_order_relaxed);
   call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
   if (process_.is_forked_child()) throw_forked_child(call);  // it has no queue, for any size
   // Otherwise the queue and a calling thread would use the engine concurrently.

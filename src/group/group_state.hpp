@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <exception>
 #include <lockstep/engine.hpp>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -69,11 +68,10 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Calls calls() const noexcept;
   /// Counts a call that throws before its first message (see Engine::refuse), under the name
   /// `operation`, and notifies the peers, after the pending calls. For an operation of several
-  /// messages, `call` is that of the first. Does not wait. Not counted: in a group of one or that
-  /// is dead, in a fork of the rank, and while it is held. Threads: any.
+  /// messages, `call` is that of the first. A send or recv ends the group, with PeerFailed on every
+  /// rank. Does not wait. Not counted: in a group of one or that is dead, in a fork of the rank,
+  /// and while it is held. Threads: any.
   void refuse(const Call& call, std::string_view operation, std::string_view reason) noexcept;
-  /// The same as Call::n_refused of a send or recv.
-  std::uint32_t n_refused(Op pair, int peer) const noexcept;
 
   /// See Group::abandon.
   void abandon(std::string_view reason) noexcept;
@@ -117,6 +115,8 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   /// does.
   void send_refusals() noexcept;
 
+  void end_with_refusal(const Call& call, const std::string& text);
+
   [[noreturn]] void throw_held(const Call& call) const;
   [[noreturn]] void throw_busy(const Call& call);
   [[noreturn]] void throw_forked_child(const Call& call) const;
@@ -148,11 +148,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   mutable std::mutex mutex_;
   std::exception_ptr failure_;  ///< of a group that is dead, unless retire() ended it
   int n_children_ = 0;
-  std::atomic<std::uint32_t> n_refused_{0};   ///< collectives
-  std::atomic<std::uint64_t> n_refusals_{0};  ///< of any operation
-  std::atomic<bool> has_refusals_{false};     ///< refusals_ is not empty
-  std::vector<Refused> refusals_;             ///< that the engine does not know; guarded by mutex_
-  std::map<std::pair<Op, int>, std::uint32_t> refused_pairs_;  ///< by peer; guarded by mutex_
+  std::atomic<std::uint32_t> n_refused_{0};  ///< calls
+  std::atomic<bool> has_refusals_{false};    ///< refusals_ is not empty
+  std::vector<Refused> refusals_;            ///< that the engine does not know; guarded by mutex_
   std::shared_ptr<WorldMembership> membership_ = std::make_shared<WorldMembership>();
   std::atomic<bool> has_queue_{false};
   std::unique_ptr<Engine> engine_;  // behind everything whose construction may throw

@@ -231,8 +231,12 @@ static void usage_errors(void) {
   REJECTED(lockstep_barrier_async(world, DEFAULT, NULL, NULL), "work is NULL");
   REJECTED(lockstep_work_wait(NULL), "work is NULL");
   lockstep_work* work = (lockstep_work*)&value;
-  REJECTED(lockstep_send_async(world, &value, 1, LOCKSTEP_F32, -5, DEFAULT, NULL, &work), "dst is");
+  lockstep_group* other = NULL; /* which a refused send ends */
+  MUST(lockstep_group_duplicate(world, &other, LOCKSTEP_HERE));
+  REJECTED(lockstep_send_async(other, &value, 1, LOCKSTEP_F32, -5, DEFAULT, NULL, &work), "dst is");
   EXPECT(work == NULL); /* so that it may be freed */
+  EXPECT(size == 1 || lockstep_barrier(other, DEFAULT, NULL) == LOCKSTEP_PEER_FAILED);
+  lockstep_group_free(other);
   REJECTED(lockstep_world(NULL, NULL), "group is NULL");
   REJECTED(lockstep_init("moon", NULL, DEFAULT, NULL), "launcher 'moon' does not exist");
   REJECTED(lockstep_group_split(world, -1, -1, &world, LOCKSTEP_HERE), "color is -1");

@@ -1064,7 +1064,7 @@ TEST_P(Conformance, a_refused_call_follows_the_pending_ones) {
   });
 }
 
-TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
+TEST_P(Conformance, a_refused_send_or_recv_ends_the_group) {
   SKIP_UNLESS_RANKS(2, GetParam());
   run([] {
     const Group world = default_group();
@@ -1073,6 +1073,11 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
     double value = rank;
     const Elements one{&value, 1, DType::f64}, none{nullptr, 1, DType::f64};
     const std::vector<double> many(200'000, 1);
+    const ConstElements large{many.data(), many.size(), DType::f64};
+    // On every rank, whatever it calls next.
+    const auto expect_ended = [](const Group& group, const std::string& text) {
+      expect_contains(thrown<PeerFailed>([&] { (void)sum_of_ones(group); }), text);
+    };
     // All ranks have left the call that made it: a group that fails ends those that are still
     // there.
     const auto new_group = [&world] {
@@ -1080,48 +1085,47 @@ TEST_P(Conformance, refused_sends_and_receives_are_compared_by_their_ends) {
       world.barrier();
       return group;
     };
-    {  // refused by both ends
-      const Group group = new_group();
-      if (rank == 0) {
-        EXPECT_THROW(group.send(none, 1), UsageError);
-        group.send(one, 1);
-      } else if (rank == 1) {
-        EXPECT_THROW(group.recv(none, 0), UsageError);
-        group.recv(one, 0);
-        EXPECT_EQ(value, 0);
-      }
-      EXPECT_EQ(sum_of_ones(group), group.size());  // they do not count among the collectives
-    }
-    {  // by the sender, which sends no more
+    {  // by the sender
       const Group group = new_group();
       if (rank == 0) {
         EXPECT_THROW(group.send(none, 1), UsageError);
       }
       if (rank == 1) {
-        expect_contains(thrown<MismatchError>([&] { group.recv(one, 0); }), "refused send #1: ");
+        expect_contains(thrown<PeerFailed>([&] { group.recv(one, 0); }),
+                        "rank 0 failed: refused send #1: ");
       }
+      expect_ended(group, "rank 0 failed: refused send #1: ");
       world.barrier();
     }
     {  // by the sender, whose next message the receiver would take
       const Group group = new_group();
       if (rank == 0) {
         EXPECT_THROW(group.send(none, 1), UsageError);
-        (void)thrown<MismatchError>([&] { group.send(one, 1); });  // it may be sent already
+        (void)thrown<PeerFailed>([&] { group.send(one, 1); });
       }
       if (rank == 1) {
-        expect_contains(thrown<MismatchError>([&] { group.recv(one, 0); }), "refused send #1: ");
+        (void)thrown<PeerFailed>([&] { group.recv(one, 0); });
       }
       world.barrier();
     }
     {  // by the receiver
       const Group group = new_group();
-      const ConstElements large{many.data(), many.size(), DType::f64};
       if (rank == 0) {
-        expect_contains(thrown<MismatchError>([&] { group.send(large, 1); }), "refused recv #1: ");
+        expect_contains(thrown<PeerFailed>([&] { group.send(large, 1); }),
+                        "rank 1 failed: refused recv #1: ");
       }
       if (rank == 1) {
         EXPECT_THROW(group.recv(none, 0), UsageError);
       }
+      expect_ended(group, "rank 1 failed: refused recv #1: ");
+      world.barrier();
+    }
+    {  // of a rank that does not exist
+      const Group group = new_group();
+      if (rank == 0) {
+        EXPECT_THROW(group.send(one, 1000), UsageError);
+      }
+      expect_ended(group, "rank 0 failed: refused send #1: dst is 1000");
       world.barrier();
     }
   });

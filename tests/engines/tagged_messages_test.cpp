@@ -50,7 +50,6 @@ class Rank {
   Request isend(Ints data, int to, int tag = 0) {
     auto owned = std::make_shared<Ints>(std::move(data));
     Call send = call(Op::send, to);
-    send.n_refused = n_refused;
     send.count = owned->size();
     send.in = owned->data();
     return messages_->post(send, tag, owned);
@@ -59,11 +58,11 @@ class Rank {
                 DType dtype = DType::i32) {
     Call recv = call(Op::recv, from);
     recv.dtype = dtype;
-    recv.n_refused = n_refused;
     recv.count = data->size();
     recv.out = data->data();
     return messages_->post(recv, tag, data);
   }
+  void refuse(Op op, int peer) { messages_->refuse(call(op, peer), "it is too short"); }
   void send(const Ints& data, int to, int tag = 0) { isend(data, to, tag)->wait(kLimit); }
   Ints recv(std::size_t n, int from, int tag = 0) {
     auto data = std::make_shared<Ints>(n);
@@ -80,7 +79,6 @@ class Rank {
   }
 
   static constexpr milliseconds kLimit = kWatchdog;
-  std::uint32_t n_refused = 0;  // of the next messages
 
  private:
   static Call call(Op op, int root = -1) {
@@ -250,17 +248,30 @@ TEST_P(TaggedMessagesTest, another_size_or_type_is_an_error_of_both) {
 
 TEST_P(TaggedMessagesTest, another_number_of_refused_calls_is_an_error_of_both) {
   on_ranks(2, [](Rank& ranks, int rank) {
-    for (const int refuser : {0, 1}) {
-      ranks.n_refused = rank == refuser ? 1 : 0;
-      const std::string text = rank == 0 ? thrown<MismatchError>([&] { ranks.send({1}, 1); })
-                                         : thrown<MismatchError>([&] { (void)ranks.recv(1, 0); });
-      expect_contains(text, fmt::format("rank {} has refused 1 call more", refuser));
+    const auto exchange_in_vain = [&] {
+      return rank == 0 ? thrown<MismatchError>([&] { ranks.send({1}, 1); })
+                       : thrown<MismatchError>([&] { (void)ranks.recv(1, 0); });
+    };
+    if (rank == 0) ranks.refuse(Op::send, 1);
+    for (int i = 0; i < 2; ++i) {
+      expect_contains(exchange_in_vain(), "rank 0 has refused send: it is too short, at ");
     }
+    if (rank == 1) {
+      for (int i = 0; i < 2; ++i) ranks.refuse(Op::recv, 0);
+    }
+    ranks.barrier();
+    expect_contains(exchange_in_vain(), "rank 1 has refused recv: it is too short, at ");
     const auto data = std::make_shared<Ints>(1);  // from any source they are not compared
     if (rank == 0) ranks.send({7}, 1);
     if (rank == 1) {
       ranks.irecv(data, TaggedMessages::kAnySource)->wait(Rank::kLimit);
       EXPECT_EQ(*data, Ints{7});
+    }
+    if (rank == 0) ranks.refuse(Op::send, 1);  // as many as the other end
+    ranks.barrier();
+    if (rank == 0) ranks.send({8}, 1);
+    if (rank == 1) {
+      EXPECT_EQ(ranks.recv(1, 0), Ints{8});
     }
   });
 }

@@ -469,11 +469,8 @@ TEST(TensorTreesTest, results_that_differ_cannot_share_memory) {
           2, {at::ones_like((*data)[0]), at::ones_like((*data)[1])});
       EXPECT_THROW(reduce_scatter(*data, parts), UsageError);
       EXPECT_THROW(scatter(*data, parts), UsageError);
-      if (rank == 1) {
-        EXPECT_THROW(recv(*data, /*src=*/0), UsageError);
-      } else {
-        EXPECT_THROW(recv(*data, /*src=*/1), UsageError);
-      }
+      const Group group = default_group().duplicate();  // which the refused recv ends
+      EXPECT_THROW(recv(*data, /*src=*/1 - rank, group), UsageError);
     }
     // Columns lie between each other, and share none.
     const Tensor matrix = at::zeros({4, 2}, at::kLong);

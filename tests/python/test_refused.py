@@ -270,7 +270,7 @@ def test_of_a_message_of_torch_by_one_rank(run_torch, name, goes_on):
             with raises(ls.UsageError):
                 {refused}
         if rank == 0 or {goes_on}:
-            with raises(ls.MismatchError, "rank 1 has refused {name} #1: ", "program.py:5"):
+            with raises(ls.MismatchError, "rank 1 has refused {name}: ", "program.py:5"):
                 {of_rank_0} if rank == 0 else {made}
         x = torch.ones(1)
         dist.all_reduce(x)  # the group is as before

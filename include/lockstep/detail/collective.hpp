@@ -23,17 +23,12 @@ namespace lockstep::detail {
 /// Threads: as a call on the Group.
 class Collective {
  public:
-  /// `group` must live as long.
-  Collective(std::string_view operation, const Group& group, std::source_location where) noexcept
-      : Collective(operation, group, where, Op::barrier, /*peer=*/-1) {}
-  /// A send to, or recv from, `peer`.
-  Collective(Op pair, int peer, const Group& group, std::source_location where) noexcept
-      : Collective(name_of(pair), group, where, pair, peer) {}
+  /// `group` must live as long. A refused send or recv, by `op`, ends the group.
+  Collective(std::string_view operation, const Group& group, std::source_location where,
+             Op op = Op::barrier) noexcept;
 
   /// Counts the operation as refused, for this reason. Call it before the first call on the group.
   void refuse(std::string_view reason) const noexcept;
-  /// Of a send or recv: how many of them with this peer this rank has refused; see Call::n_refused.
-  std::uint32_t n_refused_of_pair() const noexcept;
   /// The text that peers get of an exception: of an Error only text(), because its operation and
   /// source line are sent separately.
   static std::string reason_of(const std::exception_ptr& error);
@@ -54,15 +49,12 @@ class Collective {
   }
 
  private:
-  Collective(std::string_view operation, const Group& group, std::source_location where, Op op,
-             int peer) noexcept;
   void failed() const noexcept;  // in a handler
 
   std::string_view operation_;
   const Group& group_;
   std::source_location where_;
   Op op_;
-  int peer_;
   std::uint64_t n_made_, n_refused_;
 };
 

@@ -11,16 +11,8 @@
 namespace lockstep::hierarchical {
 
 void Levels::refuse(const Refusal& refusal) const noexcept {
-  if (!refusal.is_pair) {
-    local->refuse(refusal);
-    if (leaders && is_leader()) leaders->refuse(refusal);
-  } else if (is_on_this_host(refusal.peer)) {
-    Refusal here = refusal;
-    here.peer = topology.local_rank_of(refusal.peer);
-    local->refuse(here);
-  } else {
-    global->refuse(refusal);
-  }
+  local->refuse(refusal);
+  if (leaders) leaders->refuse(refusal);
 }
 
 void Levels::abandon(std::string_view reason) const noexcept {

@@ -31,8 +31,9 @@ void MessageChannel::exchange(std::span<const Message> messages, const Call& cal
 
 void MessageChannel::begin(const Call& call) {
   is_pair_ = internal::is_pair(call.op);
-  ++n_calls(call.op, call.root);
-  if (has_levels_ && !is_pair_) control_->begin_collective(headers_.of(call));
+  if (is_pair_) return;
+  ++n_collectives_;
+  if (has_levels_) control_->begin_collective(headers_.of(call));
 }
 
 bool MessageChannel::perform(std::span<const Message> messages, const Call& call, Limit& limit,

@@ -61,7 +61,7 @@ class MessageChannel {
   std::unique_ptr<MessageChannel> split(const std::vector<int>& members, std::int64_t number,
                                         const Call& call);
 
-  /// Before each call of the group: counts it.
+  /// Before each call of the group: counts collectives.
   void begin(const Call& call);
   /// See Engine::refuse. Notifies the peers, which poll while they wait. A control message may
   /// overtake the messages of earlier calls, so it contains their number: a rank that has refused
@@ -69,7 +69,7 @@ class MessageChannel {
   void refuse(const Refusal& refusal) noexcept;
   /// The calls that some ranks have refused but not all of `rows`. Waits briefly for the control
   /// messages of the others.
-  std::vector<RefusedCall> refused_calls(std::span<const Row> rows, const Call& call);
+  std::vector<RefusedCall> refused_calls(std::span<const Row> rows);
   /// Ends waits on this channel with PeerFailed, on every rank.
   void abandon(std::string_view reason) noexcept;
   /// See Engine::end_with.
@@ -103,8 +103,6 @@ class MessageChannel {
   void throw_if_failed(const Call& call) const;
   /// Throws if a rank that this one waits for has refused the call, or an earlier one.
   void throw_if_refused(const Call& call);
-  /// Calls begun: of this operation with this peer, or collectives.
-  std::uint64_t& n_calls(Op op, int peer);
   /// If one of these ranks has left the world: that failure.
   std::optional<internal::Failure> departure_among(std::span<const int> ranks) const;
   /// Ends waits on this channel, on every rank; only on this one if it has left the world.
@@ -120,10 +118,9 @@ class MessageChannel {
   std::vector<int> members_;  // ranks of the world
   const bool has_levels_ =
       transport_.answers_status_queries() && transport_.size() > Transport::kMaxDirect;
-  bool is_pair_ = false;  ///< of the current call, which may consist of steps
-  std::uint64_t n_collectives_ = 0;
-  std::map<std::pair<Op, int>, std::uint64_t> n_pairs_;  ///< by operation and peer
-  HeaderMaker headers_;                                  ///< of calls that a peer refused
+  bool is_pair_ = false;             ///< of the current call, which may consist of steps
+  std::uint64_t n_collectives_ = 0;  ///< begun
+  HeaderMaker headers_;              ///< of calls that a peer refused
 };
 
 }  // namespace lockstep::message

@@ -118,59 +118,37 @@ void MessageChannel::leave(std::string_view failure) noexcept {
   }
 }
 
-std::uint64_t& MessageChannel::n_calls(Op op, int peer) {
-  return internal::is_pair(op) ? n_pairs_[{op, peer}] : n_collectives_;
-}
-
 void MessageChannel::refuse(const Refusal& refusal) noexcept {
   try {
-    const Op op = !refusal.is_pair ? Op::barrier : refusal.is_send ? Op::send : Op::recv;
-    WaitState wait_state{.rank = rank(), .number = n_calls(op, refusal.peer)};
-    wait_state.header.op = static_cast<std::uint8_t>(op);
-    wait_state.header.root = refusal.peer;
+    WaitState wait_state{.rank = rank(), .number = n_collectives_};
     wait_state.header.n_refused = refusal.n_refused;
     const std::string text(refusal.text);
     control_->add_refusal(wait_state, text);
     transport_.send_control({.kind = ControlMessage::Kind::refusal,
                              .failure = {.kind = Kind::usage, .text = text},
-                             .wait_state = wait_state},
-                            refusal.is_pair ? refusal.peer : Transport::kAllRanks);
+                             .wait_state = wait_state});
   } catch (const std::bad_alloc&) {
     abandon(refusal.text);
   }
 }
 
 void MessageChannel::throw_if_refused(const Call& call) {
-  // For a send: the receives that its peer refused.
-  const Op op = !is_pair_ ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
-  int refuser = -1;
+  if (is_pair_) return;
+  bool is_refused = false;
   control_->visit_refusals([&](const WaitState& of, const std::string&) {
-    if (of.rank == rank() || static_cast<Op>(of.header.op) != op) return;
-    if (is_pair_ && of.rank != call.root) return;
-    const std::uint64_t n_begun = is_pair_ ? n_calls(call.op, call.root) : n_collectives_;
-    if (of.header.n_refused > call.n_refused && of.number < n_begun) {
-      refuser = of.rank;
-    }
+    is_refused |=
+        of.rank != rank() && of.header.n_refused > call.n_refused && of.number < n_collectives_;
   });
-  if (refuser < 0) return;
+  if (!is_refused) return;
   const Row own{rank(), headers_.of(call)};
   const std::span<const Row> rows(&own, 1);
-  fail(mismatch_failure(call, rows, refused_calls(rows, call)), call);
+  fail(mismatch_failure(call, rows, refused_calls(rows)), call);
 }
 
-std::vector<RefusedCall> MessageChannel::refused_calls(std::span<const Row> rows,
-                                                       const Call& call) {
+std::vector<RefusedCall> MessageChannel::refused_calls(std::span<const Row> rows) {
   const std::uint32_t least = std::ranges::min(rows, {}, [](const Row& row) {
                                 return row.header.n_refused;
                               }).header.n_refused;
-  const Op peers_op = !is_pair_ ? Op::barrier : call.op == Op::send ? Op::recv : Op::send;
-  const auto is_of_call = [&](const WaitState& of) {
-    const Op op = static_cast<Op>(of.header.op);
-    if (of.header.n_refused <= least) return false;
-    if (!is_pair_) return op == Op::barrier;
-    return of.rank == rank() ? op == call.op && of.header.root == call.root
-                             : op == peers_op && of.rank == call.root;
-  };
   std::vector<RefusedCall> calls;
   const auto has_arrived = [&](const Row& row) {
     return row.header.n_refused == least ||
@@ -180,7 +158,7 @@ std::vector<RefusedCall> MessageChannel::refused_calls(std::span<const Row> rows
     poll_control();
     calls.clear();
     control_->visit_refusals([&](const WaitState& of, const std::string& text) {
-      if (is_of_call(of)) calls.push_back({of.rank, text});
+      if (of.header.n_refused > least) calls.push_back({of.rank, text});
     });
     if (std::ranges::all_of(rows, has_arrived) || Clock::now() >= end) return calls;
     std::this_thread::sleep_for(milliseconds(1));

@@ -47,8 +47,8 @@ class Control {
   void ask(std::uint64_t number, int to = Transport::kAllRanks);
   std::map<int, WaitState> answers() const;
 
-  /// A call that this or another rank has refused. Of `of` these are used: rank; number, of calls
-  /// before it; in header: op (barrier for any collective), root (the peer), n_refused.
+  /// A call that this or another rank has refused. Of `of` these are used: rank; number, of
+  /// collectives before it; in header: n_refused.
   void add_refusal(const WaitState& of, const std::string& text);
   /// visit(of, text) for each, in order by rank.
   template <class Visit>

@@ -201,7 +201,7 @@ void MessageEngine::fail_mismatch(const Call& call) {
       rows.push_back({number, eager_->header(r)});
     }
   }
-  channel_->fail(mismatch_failure(call, rows, channel_->refused_calls(rows, call)), call);
+  channel_->fail(mismatch_failure(call, rows, channel_->refused_calls(rows)), call);
 }
 
 bool MessageEngine::is_eager(const Call& call) {
@@ -310,11 +310,10 @@ bool MessageEngine::compare_pair(const Call& call, Limit& limit) {
   }
   const Op wanted = call.op == Op::send ? Op::recv : Op::send;
   if (static_cast<Op>(header.step) != wanted || header.root != rank() ||
-      header.dtype != mine.dtype || header.count != mine.count ||
-      header.n_refused != mine.n_refused) {
+      header.dtype != mine.dtype || header.count != mine.count) {
     std::array<Row, 2> rows{Row{rank(), mine}, Row{call.root, header}};
     if (rows[0].rank > rows[1].rank) std::swap(rows[0], rows[1]);
-    channel_->fail(mismatch_failure(call, rows, channel_->refused_calls(rows, call)), call);
+    channel_->fail(mismatch_failure(call, rows, channel_->refused_calls(rows)), call);
   }
   if (is_eager && call.op == Op::recv) {
     copy_bytes(call.out, eager_->payload(call.root), n_bytes);

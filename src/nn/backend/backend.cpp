@@ -243,8 +243,7 @@ void Backend::run_in_order(const Call& call) {
   work.complete(nullptr);
 }
 
-Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context,
-                                             std::uint32_t n_refused) {
+Backend::WorkResult Backend::message_in_host(const Message& message, const ErrorContext& context) {
   const bool is_send = message.type == OpType::SEND;
   if (message.type != OpType::RECVANYSOURCE && (message.peer < 0 || message.peer >= size_)) {
     throw UsageError(context, internal::no_rank_text(is_send ? "dst" : "src", message.peer, size_));
@@ -253,7 +252,6 @@ Backend::WorkResult Backend::message_in_host(const Message& message, const Error
   (is_send ? tensors.ins : tensors.outs) = {only(message.tensors, context)};
   nn::PreparedCall prepared(std::move(tensors), nn::kOfC10d, group(), context);
   Call call = prepared.call();
-  call.n_refused = n_refused;
   call.group = group().name();
   call.timeout = Timeout(options_->timeout).or_else({});
   auto work = c10::make_intrusive<TaggedMessageWork>(
@@ -277,13 +275,14 @@ Backend::WorkResult Backend::message(const Message& message, F start_elsewhere) 
     throw UsageError(context, "this process is a fork of a rank; only the rank itself may call");
   }
   if (joined_.messages) {
-    const Op op = message.type == OpType::SEND ? Op::send : Op::recv;
-    const detail::Collective guard(op, message.peer, group(), context.where);
-    const auto refuse = [&] {  // of no peer: nobody counts it
-      guard.refuse(detail::Collective::reason_of(std::current_exception()));
+    const auto refuse = [&] {
+      joined_.messages->refuse({.op = message.type == OpType::SEND ? Op::send : Op::recv,
+                                .root = message.peer,
+                                .where = context.where},
+                               detail::Collective::reason_of(std::current_exception()));
     };
     try {
-      return message_in_host(message, context, guard.n_refused_of_pair());
+      return message_in_host(message, context);
     } catch (const UsageError&) {
       refuse();
       throw;

@@ -170,8 +170,7 @@ class Backend final : public c10d::Backend {
   auto before_call(const char* operation, std::source_location where, F f);
   template <class F>
   WorkResult message(const Message& message, F start_elsewhere);
-  WorkResult message_in_host(const Message& message, const ErrorContext& context,
-                             std::uint32_t n_refused);
+  WorkResult message_in_host(const Message& message, const ErrorContext& context);
   /// A call as c10d's caller gives it.
   struct Asked {
     const char* title;

@@ -114,11 +114,9 @@ class PreparedCalls {
 };
 
 /// Guards an operation of lockstep::nn.
-inline lockstep::detail::Collective guard_of(Op op, int peer, const Group& group,
+inline lockstep::detail::Collective guard_of(Op op, const Group& group,
                                              std::source_location where) {
-  using lockstep::detail::Collective;
-  return op == Op::send || op == Op::recv ? Collective(op, peer, group, where)
-                                          : Collective(name_of(op), group, where);
+  return {name_of(op), group, where, op};
 }
 
 /// Throws UsageError for a tensor that the group cannot read.

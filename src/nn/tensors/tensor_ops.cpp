@@ -48,7 +48,7 @@ PreparedCall prepare(TensorCall call, const Group& group, std::source_location w
 
 PreparedCall run(TensorCall call, const Group& group, Timeout timeout, std::source_location where) {
   const at::NoGradGuard no_grad;
-  PreparedCall prepared = guard_of(call.op, call.root, group, where).run([&] {
+  PreparedCall prepared = guard_of(call.op, group, where).run([&] {
     PreparedCall made = prepare(std::move(call), group, where);
     made.run(group, timeout);
     return made;
@@ -59,7 +59,7 @@ PreparedCall run(TensorCall call, const Group& group, Timeout timeout, std::sour
 
 template <class W = TensorWork>
 W start(TensorCall call, const Group& group, Timeout timeout, std::source_location where) {
-  return guard_of(call.op, call.root, group, where).run([&] {
+  return guard_of(call.op, group, where).run([&] {
     auto operation = std::make_shared<TensorOperation>(prepare(std::move(call), group, where));
     operation->work = operation->call.post(group, timeout);
     return W(std::move(operation));
@@ -313,8 +313,7 @@ void detail::separate(const char* operation, const std::vector<at::Tensor>& resu
                       TensorsOfTrees& parts, const Group& group, std::source_location where,
                       int src) {
   if (results.size() < 2) return;
-  const Collective collective =
-      src < 0 ? Collective(operation, group, where) : Collective(Op::recv, src, group, where);
+  const Collective collective(operation, group, where, src < 0 ? Op::barrier : Op::recv);
   collective.run([&] {
     if (const auto shared = find_shared_results(results)) {
       throw UsageError(context_of(operation, group, where),

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <lockstep/error.hpp>
 
-#include "base/truncated_text.hpp"
+#include "engines/shared/protocol/refusals.hpp"
 #include "group/failure.hpp"
 #include "record/progress.hpp"
 #include "record/signature.hpp"
@@ -38,8 +38,7 @@ std::uint32_t slot_bytes_for(int n_ranks) {
 /// Offsets of a channel's parts behind its header.
 struct Parts {
   std::size_t lanes;
-  std::size_t refusals;       ///< one Refusals for each rank
-  std::size_t refused_pairs;  ///< n * n RefusedPairs, by rank and peer
+  std::size_t refusals;  ///< one Refusals for each rank
   std::size_t slots;
   std::size_t outboxes;
   std::size_t end;
@@ -51,8 +50,7 @@ Parts parts_of(int n_ranks) {
   Parts parts{};
   parts.lanes = sizeof(ChannelHeader);
   parts.refusals = parts.lanes + n * sizeof(Lane);
-  parts.refused_pairs = parts.refusals + n * sizeof(Refusals);
-  parts.slots = (parts.refused_pairs + n * n * sizeof(RefusedPairs) + kPage - 1) / kPage * kPage;
+  parts.slots = (parts.refusals + n * sizeof(Refusals) + kPage - 1) / kPage * kPage;
   parts.outboxes = parts.slots + n * kPhases * slot_bytes_for(n_ranks);
   parts.end = parts.outboxes + n * kOutboxDepth * kOutboxBytes;
   return parts;
@@ -107,8 +105,6 @@ Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, i
       header_(reinterpret_cast<ChannelHeader*>(range_.data())),
       lanes_(reinterpret_cast<Lane*>(range_.data() + parts_of(n_ranks).lanes)),
       refusals_(reinterpret_cast<Refusals*>(range_.data() + parts_of(n_ranks).refusals)),
-      refused_pairs_(
-          reinterpret_cast<RefusedPairs*>(range_.data() + parts_of(n_ranks).refused_pairs)),
       slots_(range_.data() + parts_of(n_ranks).slots),
       outboxes_(range_.data() + parts_of(n_ranks).outboxes),
       wake_counter_at_(offset + sizeof(RangeHeader) + offsetof(ChannelHeader, wake_counter)),
@@ -159,17 +155,11 @@ void Channel::begin(const Call& call) {
   if (membership_->has_regrouped()) fail_over(call);
   limit_ = detail::TimeLimit(call.timeout);
   if (!kRecordsCalls) return;
-  if (site_file_ != call.where.file_name() || site_line_ != call.where.line()) {
-    site_file_ = call.where.file_name();
-    site_line_ = call.where.line();
-    site_ = membership_->site(call.where);
-    if (call.check == Check::full) site_hash_ = internal::hash_of(call.where);
-    lane(rank_).record.check.store(call.check, std::memory_order_relaxed);
-  }
   // The fingerprint: 32 bits of a hash of all that the ranks must agree on.
   const Call* recorded = &call;
   std::uint64_t signature = internal::encode_call(call);
-  std::uint64_t hash = site_hash_ ^ call.n_refused * 0x9e3779b97f4a7c15ULL;
+  std::uint64_t hash = call.n_refused * 0x9e3779b97f4a7c15ULL;
+  if (call.check == Check::full) hash ^= internal::hash_of(call.where);
   mix(hash, call, signature);
   for (const Call* part = call.parent_call; part != nullptr; part = part->parent_call) {
     recorded = part;
@@ -178,56 +168,30 @@ void Channel::begin(const Call& call) {
   }
   fingerprint_ = static_cast<std::uint32_t>(hash >> 16U);
   CallRecord& record = lane(rank_).record;
+  record.check.store(call.check, std::memory_order_relaxed);
   record.sequence.store(call.sequence, std::memory_order_relaxed);
   const bool is_by_rank = !recorded->counts.empty();  // then counts may differ between ranks
   record.signature.store(signature | (is_by_rank ? kByRank : 0), std::memory_order_relaxed);
   record.count.store(is_by_rank ? hash_of(recorded->counts) : recorded->count,
                      std::memory_order_relaxed);
   // Release: a peer that reads the number also sees the text of the source line.
-  record.site.store(site_, std::memory_order_release);
-}
-
-bool Channel::back_refusals() noexcept {
-  std::atomic<bool>& has_refusals = lane(rank_).record.has_refusals;
-  if (has_refusals.load(std::memory_order_relaxed)) return true;
-  const auto n = static_cast<std::size_t>(size());
-  try {
-    range_.back(reinterpret_cast<std::byte*>(refusals_ + rank_), sizeof(Refusals));
-    range_.back(reinterpret_cast<std::byte*>(refused_pairs_ + rank_ * size()),
-                n * sizeof(RefusedPairs));
-  } catch (const std::exception& error) {
-    abandon(error.what());
-    return false;
-  }
-  has_refusals.store(true, std::memory_order_release);
-  return true;
+  record.site.store(membership_->site(call.where), std::memory_order_release);
 }
 
 void Channel::refuse(const Refusal& refusal) noexcept {
-  if (!back_refusals()) return;
-  Refusals& own = refusals_[rank_];
-  const std::uint32_t number = own.n_texts.load(std::memory_order_relaxed);
-  RefusalText& text = own.texts[number % own.texts.size()];
-  std::array<char, sizeof(text.words)> chars{};
-  base::copy_truncated(chars, refusal.text);
-  for (std::size_t i = 0; i < text.words.size(); ++i) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, chars.data() + i * sizeof word, sizeof word);
-    text.words[i].store(word, std::memory_order_relaxed);
+  CallRecord& record = lane(rank_).record;
+  if (!record.has_refusals.load(std::memory_order_relaxed)) {
+    try {
+      range_.back(reinterpret_cast<std::byte*>(refusals_ + rank_), sizeof(Refusals));
+    } catch (const std::exception& error) {
+      return abandon(error.what());
+    }
+    record.has_refusals.store(true, std::memory_order_release);
   }
-  text.peer.store(refusal.is_pair ? refusal.peer : -1, std::memory_order_relaxed);
-  own.n_texts.store(number + 1, std::memory_order_relaxed);
-  // Release: a peer that reads the number also sees the text, and what this rank did in the calls
-  // before: its flags, and the chunks that it sent and took.
-  auto& counter = n_refused(rank_, refusal);
-  const std::uint32_t before = counter.load(std::memory_order_relaxed) & ~kMismatchSeen;
-  counter.fetch_add(refusal.n_refused - before, std::memory_order_release);
-}
-
-void Channel::notify_refusal_mismatch(const Call& call) noexcept {
-  if (!back_refusals()) return;
-  const Refusal pair{.is_pair = true, .is_send = call.op == Op::send, .peer = call.root};
-  n_refused(rank_, pair).fetch_or(kMismatchSeen, std::memory_order_release);
+  add_refusal(refusals_[rank_], /*peer=*/-1, refusal.text);
+  // Release: a peer that reads the number also sees the text, and the flags that this rank raised
+  // in the calls before.
+  record.n_refused.store(refusal.n_refused, std::memory_order_release);
 }
 
 void Channel::begin_between_hosts(const Call& call) {

@@ -132,26 +132,16 @@ class Channel {
   void enter_peers_memory(const Call& call);
   void leave_peers_memory() noexcept;
   void wait_for_peers_to_leave() const noexcept;
-  /// A call that this rank refused: see Engine::refuse. Between end_phase of one call and begin of
-  /// the next.
+  /// A collective that this rank refused: see Engine::refuse. Between end_phase of one call and
+  /// begin of the next.
   ///
   /// Proof that a rank A which waits in phase s, in a call with n_refused = a, may report a
   /// mismatch once it reads that a peer B has refused b > a and after that finds B's flag of s not
   /// raised. B stores its number with release after the calls before it, so A would see the flag of
   /// s, had B raised it: B has not begun a call that includes phase s, and its next one includes
   /// it. That call carries b or more, so its fingerprint differs from A's. If b < a, B may still
-  /// refuse as many calls as A, so A waits; the call that B then makes is compared. For a send and
-  /// its recv the same holds with the chunks in the outbox in place of the flag.
+  /// refuse as many calls as A, so A waits; the call that B then makes is compared.
   void refuse(const Refusal& refusal) noexcept;
-  /// For a send or recv that is not sent over this channel: reports to the peer that the two ends
-  /// have refused different numbers of calls. If the peer has refused more, it finds kMismatchSeen
-  /// in n_refused_by.
-  static constexpr std::uint32_t kMismatchSeen = std::uint32_t{1} << 31U;
-  void notify_refusal_mismatch(const Call& call) noexcept;
-  /// How many such calls `peer` has refused so far, to compare with call.n_refused.
-  std::uint32_t n_refused_by(int peer, const Call& call) const noexcept;
-  /// The texts of the last n calls that the rank refused; peer: of the pair; -1: collectives.
-  std::vector<std::string> refused_by(int rank, int peer, std::uint32_t n) const;
   /// Ends the phase. Throws MismatchError, TimeoutError, PeerLost, PeerFailed, SystemError.
   void end_phase(const Call& call);
 
@@ -196,12 +186,6 @@ class Channel {
   /// writes: many groups only ever exchange messages that fit into flags.
   void back_slots(const Call& call, std::size_t n_bytes);
   void back_outbox(const Call& call, std::size_t n_bytes);
-  /// The same for the refusals of this rank; if there is no memory, ends the channel and returns
-  /// false. Peers read no page without memory: that would allocate it.
-  bool back_refusals() noexcept;
-  bool has_refusals(int rank) const noexcept {
-    return lane(rank).record.has_refusals.load(std::memory_order_acquire);
-  }
   std::size_t back(const Call& call, std::byte* first, std::size_t n_pieces,
                    std::size_t n_piece_bytes, std::size_t n_bytes);
   /// Waits until the oldest chunk in call.root's outbox is for this rank; returns its number.
@@ -212,13 +196,12 @@ class Channel {
   }
   bool is_raised(std::uint64_t word) const noexcept { return word >> 32 == (phase_ & 0xffffffffU); }
 
-  /// How many collectives `rank` has refused; of a pair, how many of its sends to, or receives
-  /// from, its peer.
-  std::atomic<std::uint32_t>& n_refused(int rank, const Refusal& refusal) const noexcept {
-    if (!refusal.is_pair) return lane(rank).record.n_refused;
-    RefusedPairs& pair = refused_pairs_[rank * size() + refusal.peer];
-    return refusal.is_send ? pair.n_sends : pair.n_receives;
+  /// How many calls the rank has refused.
+  std::uint32_t n_refused_by(int rank) const noexcept {
+    return lane(rank).record.n_refused.load(std::memory_order_acquire);
   }
+  /// The texts of the last n of them.
+  std::vector<std::string> refused_by(int rank, std::uint32_t n) const;
 
   // channel_wait.cpp
   template <class Ready>
@@ -245,8 +228,6 @@ class Channel {
   /// Of the awaited ranks, names the one that ended first. At least one has ended.
   [[noreturn]] void fail_ended(const Call& call, int awaited);
   [[noreturn]] void fail_mismatch(const Call& call);
-  /// For a send or recv: its two ends have refused different numbers of them.
-  [[noreturn]] void fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_peer);
   [[noreturn]] void fail_timeout(const Call& call, std::vector<int> absent);
   /// For a send or recv, whose peer may itself wait for another rank in one.
   [[noreturn]] void fail_timeout_of_pair(const Call& call, int awaited);
@@ -269,7 +250,6 @@ class Channel {
   ChannelHeader* header_;
   Lane* lanes_;
   Refusals* refusals_;
-  RefusedPairs* refused_pairs_;
   std::byte* slots_;
   std::byte* outboxes_;
   std::uint64_t wake_counter_at_;  ///< its offset in the segment
@@ -289,10 +269,6 @@ class Channel {
   Waiter waiter_{base::WaitPolicy::of_flags(/*n=*/1, /*n_cores=*/0)};
   bool sleepers_fence_ = false;  ///< so raising a flag needs no fence
 
-  const char* site_file_ = nullptr;
-  std::uint_least32_t site_line_ = 0;
-  std::uint32_t site_ = 0;
-  std::uint64_t site_hash_ = 0;
   detail::TimeLimit limit_;  ///< of the current call
 };
 

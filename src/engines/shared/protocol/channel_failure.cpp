@@ -11,6 +11,7 @@
 #include "base/text.hpp"
 #include "base/truncated_text.hpp"
 #include "engines/shared/protocol/channel.hpp"
+#include "engines/shared/protocol/refusals.hpp"
 #include "group/mismatch.hpp"
 #include "group/wait_chain.hpp"
 #include "record/signature.hpp"
@@ -150,52 +151,10 @@ bool Channel::is_in_call_between_hosts(int rank) const {
   return (signature & kBetweenHosts) != 0 && (signature & kFinished) == 0;
 }
 
-std::uint32_t Channel::n_refused_by(int peer, const Call& call) const noexcept {
-  if (!has_refusals(peer)) return 0;
-  // For a send: the receives that the peer refused, and vice versa.
-  const Refusal theirs{
-      .is_pair = internal::is_pair(call.op), .is_send = call.op == Op::recv, .peer = rank_};
-  return n_refused(peer, theirs).load(std::memory_order_acquire);
-}
-
-std::vector<std::string> Channel::refused_by(int rank, int peer, std::uint32_t n) const {
-  if (!has_refusals(rank)) return {};
-  const Refusals& refusals = refusals_[rank];
-  const std::uint32_t end = refusals.n_texts.load(std::memory_order_acquire);
-  const auto n_kept = static_cast<std::uint32_t>(refusals.texts.size());
-  std::vector<std::string> texts;
-  for (std::uint32_t i = end; i > 0 && end - i < n_kept && texts.size() < n; --i) {
-    const RefusalText& text = refusals.texts[(i - 1) % n_kept];
-    if (text.peer.load(std::memory_order_relaxed) != peer) continue;
-    std::array<char, sizeof(text.words)> chars{};
-    for (std::size_t w = 0; w < text.words.size(); ++w) {
-      const std::uint64_t word = text.words[w].load(std::memory_order_relaxed);
-      std::memcpy(chars.data() + w * sizeof word, &word, sizeof word);
-    }
-    texts.emplace_back(base::text_in(chars));
-  }
-  std::ranges::reverse(texts);
-  return texts;
-}
-
-void Channel::fail_pair_mismatch(const Call& call, std::uint32_t n_refused_by_peer) {
-  internal::MismatchTable table;
-  table.add({.rank = rank_,
-             .op = call.op,
-             .dtype = call.dtype,
-             .reduce = call.reduce,
-             .root = call.number_of(call.root),
-             .count = std::to_string(call.count),
-             .where = std::string(membership_->site_name(world_rank(rank_), site_))});
-  table.add_absent(call.root, call_of(call.root));
-  const std::uint32_t least = std::min(call.n_refused, n_refused_by_peer);
-  for (const auto& text : refused_by(rank_, call.root, call.n_refused - least)) {
-    table.add_refused(rank_, text);
-  }
-  for (const auto& text : refused_by(call.root, rank_, n_refused_by_peer - least)) {
-    table.add_refused(call.root, text);
-  }
-  fail(call, Kind::mismatch, table.text(call), table.minority());
+/// Peers read no page without memory: that would allocate it.
+std::vector<std::string> Channel::refused_by(int rank, std::uint32_t n) const {
+  if (!lane(rank).record.has_refusals.load(std::memory_order_acquire)) return {};
+  return last_refusals(refusals_[rank], /*peer=*/-1, n);
 }
 
 void Channel::fail_mismatch(const Call& call) {
@@ -218,12 +177,12 @@ void Channel::fail_mismatch(const Call& call) {
   internal::MismatchTable table;
   std::vector<std::uint32_t> n_refused_by_rank;
   for (int r = 0; r < size(); ++r) {
-    n_refused_by_rank.push_back(n_refused(r, {}).load(std::memory_order_acquire));
+    n_refused_by_rank.push_back(n_refused_by(r));
   }
   const std::uint32_t least = std::ranges::min(n_refused_by_rank);
   for (int r = 0; r < size(); ++r) {
     const std::uint32_t n_more = n_refused_by_rank[static_cast<std::size_t>(r)] - least;
-    for (const auto& text : refused_by(r, /*peer=*/-1, n_more)) table.add_refused(r, text);
+    for (const auto& text : refused_by(r, n_more)) table.add_refused(r, text);
     if (r != rank_ && !is_raised(flag_of(r))) {
       table.add_absent(r, call_of(r));
       continue;

@@ -33,7 +33,6 @@ void Channel::send(const Call& call) {
     head.destination.store(call.root, std::memory_order_release);
     head.dtype = static_cast<std::uint32_t>(call.dtype);
     head.count = call.count;
-    head.n_refused.store(call.n_refused, std::memory_order_relaxed);
     if (n > 0) std::memcpy(outbox(rank_, chunk), from, n);
     me.n_sent.store(chunk + 1, std::memory_order_seq_cst);
     wake_sleepers();
@@ -72,8 +71,6 @@ void Channel::receive(const Call& call) {
   do {
     const std::uint64_t chunk = wait_for_chunk(call);
     const MessageHead& head = sender.heads[chunk % kOutboxDepth];
-    const std::uint32_t n_refused = head.n_refused.load(std::memory_order_relaxed);
-    if (n_refused != call.n_refused) fail_pair_mismatch(call, n_refused);
     if (head.count != call.count || head.dtype != static_cast<std::uint32_t>(call.dtype)) {
       fail(call, internal::Failure::Kind::mismatch,
            fmt::format("rank {} sent {} elements of {}, rank {} receives {} of {}; both ends must "

@@ -97,15 +97,11 @@ void Channel::extend_deadline(std::chrono::nanoseconds at_most) noexcept {
 void Channel::check_peer_liveness(const Call& call, int awaited, Condition ready, unsigned round) {
   const std::vector<int>& ranks = absent(awaited);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    // It may wait for the receiver of an earlier chunk, whose refusals say nothing of this call.
-    const bool is_of_call = awaited == kAllRanks || awaited == call.root;
-    const std::uint32_t n_refused = is_of_call ? n_refused_by(ranks[i], call) : 0;
-    if (n_refused > call.n_refused) {
+    if (awaited == kAllRanks && n_refused_by(ranks[i]) > call.n_refused) {
       if (ready()) return;
-      if (awaited == kAllRanks && is_raised(flag_of(ranks[i]))) continue;
+      if (is_raised(flag_of(ranks[i]))) continue;
       if (has_failed()) throw_failure(call);
-      if (awaited == kAllRanks) fail_mismatch(call);
-      fail_pair_mismatch(call, n_refused);
+      fail_mismatch(call);
     }
     if (!membership_->ending_of(world_rank(ranks[i]), asks_system(i, ranks.size(), round)))
       continue;

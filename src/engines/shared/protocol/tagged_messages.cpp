@@ -16,6 +16,7 @@
 
 #include "base/futex.hpp"
 #include "base/timed_lock.hpp"
+#include "engines/shared/protocol/refusals.hpp"
 #include "group/failure.hpp"
 
 namespace lockstep::shared {
@@ -27,12 +28,13 @@ using std::chrono::milliseconds;
 /// many ranks.
 std::int32_t entries_of_rank(int n_ranks) { return std::clamp(65536 / n_ranks, 4 * n_ranks, 4096); }
 
-/// A rank's entries get memory when it needs them.
+/// A rank's entries, and what it refuses, get memory when it needs them.
 Range::Size size_for(int n_ranks) {
   const auto n = static_cast<std::size_t>(n_ranks);
   const std::size_t n_entries_bytes =
       static_cast<std::size_t>(entries_of_rank(n_ranks)) * sizeof(RequestEntry);
-  return {n * (sizeof(Mailbox) + n_entries_bytes), /*backed=*/n * sizeof(Mailbox)};
+  return {n * (sizeof(Mailbox) + sizeof(Refusals) + n_entries_bytes + n * sizeof(RefusedPairs)),
+          /*backed=*/n * sizeof(Mailbox)};
 }
 
 enum class Direction : bool { from_peer, to_peer };
@@ -181,8 +183,10 @@ TaggedMessages::TaggedMessages(Channel& channel, std::uint64_t offset, Permissio
       channel_(channel),
       range_(channel.membership()->shared_segment(), offset, size_for(channel.size())),
       mailboxes_(reinterpret_cast<Mailbox*>(range_.data())),
-      entries_(reinterpret_cast<RequestEntry*>(mailboxes_ + channel.size())),
-      n_entries_(entries_of_rank(channel.size())) {}
+      refusals_(reinterpret_cast<Refusals*>(mailboxes_ + channel.size())),
+      entries_(reinterpret_cast<RequestEntry*>(refusals_ + channel.size())),
+      n_entries_(entries_of_rank(channel.size())),
+      refused_pairs_(reinterpret_cast<RefusedPairs*>(entries_ + n_entries_ * channel.size())) {}
 
 bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission& permission) {
   struct Probe {
@@ -343,7 +347,7 @@ RequestEntry* TaggedMessages::describe(const Request& request, detail::TimeLimit
   entry->dtype = static_cast<std::uint32_t>(call.dtype);
   entry->address = reinterpret_cast<std::uint64_t>(request.is_send() ? call.in : call.out);
   entry->count = call.count;
-  entry->n_refused = call.n_refused;
+  entry->n_refused = request.n_refused_;
   return entry;
 }
 
@@ -386,6 +390,40 @@ std::shared_ptr<TaggedMessages::Request> TaggedMessages::post(const Call& call, 
   return request;
 }
 
+void TaggedMessages::refuse(const Call& call, std::string_view reason) noexcept try {
+  if (call.root < 0 || call.root >= channel_.size()) return;
+  const std::string text = internal::text_of_refusal(name_of(call.op), reason, call.where);
+  if (!back_refusals()) return;
+  const std::lock_guard lock(mutex_);
+  add_refusal(refusals_[channel_.rank()], call.root, text);
+  // Release: a peer that reads the number also sees the text.
+  n_refused(channel_.rank(), call.op == Op::send, call.root)
+      .fetch_add(1, std::memory_order_release);
+} catch (const std::exception& error) {
+  channel_.abandon(error.what());
+}
+
+bool TaggedMessages::back_refusals() const noexcept try {
+  const int me = channel_.rank();
+  if (has_refusals(me)) return true;
+  const auto back = [this](auto* first, int n) {
+    range_.back(reinterpret_cast<std::byte*>(first), static_cast<std::size_t>(n) * sizeof *first);
+  };
+  back(refusals_ + me, 1);
+  back(refused_pairs_ + me * channel_.size(), channel_.size());
+  mailboxes_[me].has_refusals.store(true, std::memory_order_release);
+  return true;
+} catch (const std::exception& error) {
+  channel_.abandon(error.what());
+  return false;
+}
+
+std::uint32_t TaggedMessages::n_refused_by(int rank, bool is_send, int peer) const noexcept {
+  // A page without memory is not read: that would allocate it.
+  if (peer == kAnySource || !has_refusals(rank)) return 0;
+  return n_refused(rank, is_send, peer).load(std::memory_order_acquire);
+}
+
 void TaggedMessages::copy_message(Request& request, RequestEntry& entry) const {
   struct Guard {
     ~Guard() {
@@ -403,10 +441,10 @@ void TaggedMessages::copy_message(Request& request, RequestEntry& entry) const {
   const Membership& membership = *channel_.membership();
   const bool is_any =
       call.root == kAnySource || entry.peer.load(std::memory_order_relaxed) == kAnySource;
-  if (!is_any && entry.n_refused != call.n_refused) {
+  if (!is_any && entry.n_refused != request.n_refused_) {
     const std::exception_ptr error = request.refusal_error(peer, entry.n_refused);
     entry.why = RequestEntry::kRefusalMismatch;
-    entry.copier_count = call.n_refused;
+    entry.copier_count = request.n_refused_;
     end(RequestEntry::mismatched);
     std::rethrow_exception(error);
   }

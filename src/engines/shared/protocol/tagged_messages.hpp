@@ -44,10 +44,10 @@ namespace lockstep::shared {
 /// unless it was stopped between this look and the system call: then it copies into memory that is
 /// never freed.
 ///
-/// A send and its receive carry how many of them each end has refused, as those of a Channel do
-/// (see there), unless the receive is from any source. If the numbers differ, both ends get a
-/// MismatchError. A waiting end gets it when the other has refused more, and notifies that rank,
-/// whose messages fail in the same way until the numbers are equal.
+/// A send and its receive carry how many of them each end has refused, unless the receive is from
+/// any source. If the numbers differ, both ends get a MismatchError. A waiting end gets it when the
+/// other has refused more, and notifies that rank, whose messages fail in the same way until the
+/// numbers are equal. So a refused message ends no group.
 ///
 /// A rank that dies while it holds a lock ends the group, because the list may be damaged: the
 /// failure is recorded before the lock is released, so the next rank that gets the lock finds the
@@ -76,12 +76,14 @@ class TaggedMessages {
   /// permission.
   static bool are_possible(Channel& channel, const Call& call, Permission& permission);
 
-  /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource, after
-  /// call.n_refused that this rank refused. `memory` owns the elements, and is kept until nobody
-  /// accesses them, also if the result is destroyed: at least until the next post(). Throws
-  /// UsageError if its match has not come and too many are under way, and what Request::wait
-  /// throws.
+  /// Begins call.op, send or recv, with the rank call.root, of a receive also kAnySource. `memory`
+  /// owns the elements, and is kept until nobody accesses them, also if the result is destroyed: at
+  /// least until the next post(). Throws UsageError if its match has not come and too many are
+  /// under way, and what Request::wait throws.
   std::shared_ptr<Request> post(const Call& call, int tag, std::any memory);
+  /// Counts a send or recv, call.op with call.root, that this rank threw before post(). Not one of
+  /// any source, or of no rank, which no peer expects.
+  void refuse(const Call& call, std::string_view reason) noexcept;
 
  private:
   class Lock;
@@ -92,6 +94,18 @@ class TaggedMessages {
     return mailboxes_[is_send ? peer : channel_.rank()];
   }
   RequestEntry& entry_at(std::int32_t index) const noexcept { return entries_[index]; }
+  /// How many sends to, or receives from, `peer` the rank has refused, and kMismatchSeen.
+  std::atomic<std::uint32_t>& n_refused(int rank, bool is_send, int peer) const noexcept {
+    RefusedPairs& pair = refused_pairs_[rank * channel_.size() + peer];
+    return is_send ? pair.n_sends : pair.n_receives;
+  }
+  std::uint32_t n_refused_by(int rank, bool is_send, int peer) const noexcept;
+  bool has_refusals(int rank) const noexcept {
+    return mailboxes_[rank].has_refusals.load(std::memory_order_acquire);
+  }
+  /// Allocates memory for what this rank refuses; if there is none, ends the group and returns
+  /// false. Threads: any.
+  bool back_refusals() const noexcept;
   std::int32_t n_entries_of(int rank) const noexcept {
     return mailboxes_[rank].n_entries.load(std::memory_order_acquire);
   }
@@ -123,10 +137,12 @@ class TaggedMessages {
   base::ForkGuard process_;
   Permission permission_;
   Channel& channel_;
-  Range range_;
+  mutable Range range_;
   Mailbox* mailboxes_;
+  Refusals* refusals_;
   RequestEntry* entries_;
   std::int32_t n_entries_;          // the maximum per rank; Mailbox::n_entries of them have memory
+  RefusedPairs* refused_pairs_;     // by rank and peer
   std::mutex mutex_;                // guards what follows
   std::vector<std::int32_t> free_;  // some of this rank's free entries
   std::vector<std::shared_ptr<Request>> pending_;
@@ -167,8 +183,8 @@ class TaggedMessages::Request {
   int copier() const;
   void collect(std::any& memory);  // requires the lock
   std::exception_ptr difference(int peer, std::int64_t dtype, std::uint64_t count) const;
-  /// The peer has refused another number of such calls than this rank; told: Channel::n_refused_by,
-  /// or Call::n_refused of its message. If this end has refused fewer, it notifies the peer.
+  /// The peer has refused another number of such calls than this rank. If this end has refused
+  /// fewer, it notifies the peer.
   std::exception_ptr refusal_error(int peer, std::uint64_t peer_n_refused) const;
   UsageError left_error() const;
   ErrorContext context(int peer) const;
@@ -176,7 +192,8 @@ class TaggedMessages::Request {
   const TaggedMessages& messages_;
   const Call call_;
   const int tag_;
-  mutable std::mutex mutex_;  // guards the next four
+  const std::uint32_t n_refused_;  // of these messages with this peer, by this rank
+  mutable std::mutex mutex_;       // guards the next four
   std::any memory_;
   RequestEntry* entry_ = nullptr;
   std::exception_ptr error_;

@@ -42,11 +42,12 @@ void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, uns
     const bool asks = !is_any || asks_system(static_cast<std::size_t>(r),
                                              static_cast<std::size_t>(n_ranks), round);
     // If the peer has taken this message before it refused one, its copy is what counts.
-    const std::uint32_t peer_n_refused = is_any ? 0 : channel_.n_refused_by(r, request.call_);
-    const std::uint32_t n_refused = peer_n_refused & ~Channel::kMismatchSeen;
+    const std::uint32_t peer_n_refused =
+        is_any ? 0 : n_refused_by(r, !request.is_send(), channel_.rank());
+    const std::uint32_t n_refused = peer_n_refused & ~RefusedPairs::kMismatchSeen;
     const bool has_peer_seen_it =
-        n_refused < request.call_.n_refused && (peer_n_refused & Channel::kMismatchSeen) != 0;
-    if (n_refused > request.call_.n_refused || has_peer_seen_it) {
+        n_refused < request.n_refused_ && (peer_n_refused & RefusedPairs::kMismatchSeen) != 0;
+    if (n_refused > request.n_refused_ || has_peer_seen_it) {
       std::rethrow_exception(request.refusal_error(r, peer_n_refused));
     }
     const auto ending = channel_.membership()->ending_of(channel_.world_rank(r), asks);
@@ -100,7 +101,12 @@ std::string TaggedMessages::pending_of(int rank) const {
 
 TaggedMessages::Request::Request(const TaggedMessages& messages, const Call& call, int tag,
                                  std::any memory)
-    : messages_(messages), call_(call), tag_(tag), memory_(std::move(memory)) {}
+    : messages_(messages),
+      call_(call),
+      tag_(tag),
+      n_refused_(messages.n_refused_by(messages.channel_.rank(), is_send(), call.root) &
+                 ~RefusedPairs::kMismatchSeen),
+      memory_(std::move(memory)) {}
 
 TaggedMessages::Request::~Request() {
   if (is_forked_child()) return;
@@ -134,13 +140,16 @@ std::exception_ptr TaggedMessages::Request::difference(int peer, std::int64_t dt
 
 std::exception_ptr TaggedMessages::Request::refusal_error(int peer,
                                                           std::uint64_t peer_n_refused) const {
-  Channel& channel = messages_.channel_;
-  const auto of_peer = static_cast<std::uint32_t>(peer_n_refused) & ~Channel::kMismatchSeen;
-  const bool has_peer_more = of_peer > call_.n_refused;
-  if (has_peer_more) channel.notify_refusal_mismatch(call_);  // it may wait for this rank
-  const int refuser = has_peer_more ? peer : channel.rank();
-  const std::uint32_t n = has_peer_more ? of_peer - call_.n_refused : call_.n_refused - of_peer;
-  const auto texts = channel.refused_by(refuser, has_peer_more ? channel.rank() : peer, n);
+  const int me = messages_.channel_.rank();
+  const auto of_peer = static_cast<std::uint32_t>(peer_n_refused) & ~RefusedPairs::kMismatchSeen;
+  const bool has_peer_more = of_peer > n_refused_;
+  if (has_peer_more && messages_.back_refusals()) {  // it may wait for this rank
+    messages_.n_refused(me, is_send(), peer)
+        .fetch_or(RefusedPairs::kMismatchSeen, std::memory_order_release);
+  }
+  const int refuser = has_peer_more ? peer : me;
+  const std::uint32_t n = has_peer_more ? of_peer - n_refused_ : n_refused_ - of_peer;
+  const auto texts = last_refusals(messages_.refusals_[refuser], has_peer_more ? me : peer, n);
   return std::make_exception_ptr(MismatchError(
       context(peer),
       fmt::format("rank {} has {}, so this {} (tag {}) may not match the next call of rank {}; a "

@@ -96,12 +96,12 @@ struct CallRecord {
   std::atomic<std::uint64_t> count;      ///< elements, or a hash of Call::counts: see kByRank
   std::atomic<std::uint32_t> site;
   std::atomic<Check> check;  ///< how much the rank compares
-  /// Collectives that the rank has refused, also since this call: see Channel::refuse.
+  /// Calls that the rank has refused, also since this call: see Channel::refuse.
   std::atomic<std::uint32_t> n_refused;
   std::atomic<std::uint64_t>
       deadline_extended_until;           ///< base::ticks(): see Channel::extend_deadline
   std::atomic<bool> is_in_peers_memory;  ///< see Channel::enter_peers_memory
-  std::atomic<bool> has_refusals;        ///< the rank's Refusals and RefusedPairs have memory
+  std::atomic<bool> has_refusals;        ///< the rank's Refusals have memory
 };
 
 /// Set in a CallRecord's `signature` when the call has returned.
@@ -125,8 +125,6 @@ struct MessageHead {
   std::atomic<std::int32_t> destination;
   std::uint32_t dtype;
   std::uint64_t count;
-  /// Messages to the same rank that the sender refused to send before this one.
-  std::atomic<std::uint32_t> n_refused;
 };
 
 inline constexpr int kPhases = 3;  ///< slots and flags rotate over this many
@@ -145,18 +143,22 @@ struct alignas(kLine) Lane {
 /// Why a rank refused a call: the text, stored in words because it may be read while a later text
 /// is written, which only affects a diagnosis.
 struct RefusalText {
-  std::atomic<std::int32_t> peer;  ///< of a send or recv; -1: a collective
+  std::atomic<std::int32_t> peer;  ///< of a tagged send or recv; -1: a collective
   std::array<std::atomic<std::uint64_t>, 31> words;
 };
 
-/// The last calls that a rank refused, of any kind. Only that rank writes it.
+/// The last calls that a rank refused: collectives of a channel, or tagged messages. Only that rank
+/// writes it.
 struct alignas(kLine) Refusals {
   std::atomic<std::uint32_t> n_texts;
   std::array<RefusalText, 8> texts;  ///< text i is of the refusals i, i + 8, ...
 };
 
-/// How many sends and receives one rank has refused with one peer.
+/// How many tagged sends and receives one rank has refused with one peer.
 struct RefusedPairs {
+  /// Set in a number by a rank that has refused fewer than its peer, and knows it.
+  static constexpr std::uint32_t kMismatchSeen = std::uint32_t{1} << 31U;
+
   std::atomic<std::uint32_t> n_sends;
   std::atomic<std::uint32_t> n_receives;
 };
@@ -218,7 +220,7 @@ struct RequestEntry {
   /// failed: an errno value; mismatched: the copier's dtype, or kRefusalMismatch.
   std::int32_t why;
   std::uint64_t copier_count;  ///< mismatched; kRefusalMismatch: the copier's n_refused
-  std::uint32_t n_refused;     ///< Call::n_refused
+  std::uint32_t n_refused;     ///< of these messages with the peer, by the owner
 };
 
 /// Indices of the oldest and the newest entry; -1: none.
@@ -233,6 +235,7 @@ struct alignas(kLine) Mailbox {
   std::atomic<std::int32_t> holder;  ///< of the mutex: a rank plus one
   /// How many entries of this rank have memory. Only that rank writes it, after backing them.
   std::atomic<std::int32_t> n_entries;
+  std::atomic<bool> has_refusals;  ///< this rank's Refusals and RefusedPairs have memory
   EntryList sends;
   EntryList receives;
 };
