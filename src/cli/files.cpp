@@ -3,12 +3,13 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <iterator>
+#include <system_error>
 
+#include "base/atomic_file.hpp"
 #include "base/fd.hpp"
 #include "cli/subcommands.hpp"
 
@@ -37,29 +38,15 @@ base::UniqueFd open_regular(std::string_view subcommand, const fs::path& path) {
   return fd;
 }
 
-std::string read_regular(std::string_view subcommand, const fs::path& path) {
-  const base::UniqueFd fd = open_regular(subcommand, path);
-  struct stat status {};
-  if (::fstat(fd.get(), &status) != 0) {
-    reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
-  }
-  if (static_cast<std::size_t>(status.st_size) > kMaxBytes) {
+std::string read_regular(std::string_view subcommand, const fs::path& path) try {
+  static_cast<void>(open_regular(subcommand, path));  // says why it cannot
+  if (const auto n_bytes = fs::file_size(path); n_bytes > kMaxBytes) {
     reject(subcommand, fmt::format("cannot read '{}': it has {} bytes, expected at most {}",
-                                   path.string(), status.st_size, kMaxBytes));
+                                   path.string(), n_bytes, kMaxBytes));
   }
-  std::string text(static_cast<std::size_t>(status.st_size), '\0');
-  std::size_t n_read = 0;
-  while (n_read < text.size()) {
-    const ssize_t n = ::read(fd.get(), text.data() + n_read, text.size() - n_read);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) {
-      reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), std::strerror(errno)));
-    }
-    if (n == 0) break;
-    n_read += static_cast<std::size_t>(n);
-  }
-  text.resize(n_read);
-  return text;
+  return base::read_regular_file(path);
+} catch (const std::system_error& error) {
+  reject(subcommand, fmt::format("cannot read '{}': {}", path.string(), error.code().message()));
 }
 
 bool check_depth(int depth, nlohmann::json::parse_event_t /*event*/, nlohmann::json& /*value*/) {
