@@ -14,22 +14,15 @@ from . import _core
 _REINSTALL = "pip install --force-reinstall --no-deps --no-cache-dir"
 
 
-def registrar() -> ModuleType:
-    """The package lockstep_torch. Raises ImportError if it is not installed."""
-    try:
-        import lockstep_torch
-    except ImportError:
-        raise ImportError(NOT_INSTALLED) from None
-    return lockstep_torch
-
-
 @functools.cache
 def load() -> ModuleType:
     """lockstep_torch._torch. Raises ImportError if there is none for this torch, Python and lockstep-dist."""
     import torch
 
-    registrar()
-    _built_for = importlib.import_module("lockstep_torch._built_for")
+    try:
+        _built_for = importlib.import_module("lockstep_torch._built_for")
+    except ImportError:
+        raise ImportError(NOT_INSTALLED) from None
     again = f"Install lockstep-torch again: {_REINSTALL} lockstep-torch (in a clone of lockstep: ./python/torch)"
     here = torch.__version__.split("+")[0]
     if here != _built_for.TORCH:

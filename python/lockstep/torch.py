@@ -6,11 +6,17 @@
 import os
 import socket
 
-from . import _backend, _extension, _objects, _world
+from lockstep_dist import NOT_INSTALLED
+
+from . import _backend, _objects, _world
 
 __all__ = ["set_environment"]
 
-_extension.registrar().register()
+try:
+    from lockstep_torch import register
+except ImportError:
+    raise ImportError(NOT_INSTALLED) from None
+register()
 
 
 def set_environment() -> None:
