@@ -109,6 +109,20 @@ struct ObjectCall {
   std::exception_ptr refusal{};
 };
 
+/// A call with objects of type T.
+template <class T>
+ObjectCall object_call(ObjectOp op, const Group& group, Timeout timeout, Where where, int root = -1,
+                       std::size_t agreed = 0, std::size_t n_items = 1) {
+  return {.op = op,
+          .type = typeid(T),
+          .group = group,
+          .limit = TimeLimit(timeout),
+          .where = where,
+          .root = root,
+          .agreed = agreed,
+          .n_items = n_items};
+}
+
 /// Runs f, which prepares this rank's message; its exception is the call's refusal.
 template <class F>
 void prepare(ObjectCall& call, F f) {
@@ -200,14 +214,8 @@ std::optional<std::vector<T>> collect_results(const std::vector<T>& part, std::s
             reader.finish();
           },
   };
-  collect_results({.op = ObjectOp::collect_results,
-                   .type = typeid(T),
-                   .group = group,
-                   .limit = detail::TimeLimit(timeout),
-                   .where = where,
-                   .root = 0,
-                   .agreed = size,
-                   .n_items = part.size()},
+  collect_results(object_call<T>(ObjectOp::collect_results, group, timeout, where, /*root=*/0,
+                                 /*agreed=*/size, part.size()),
                   tmpdir, results);
   if (group.rank() != 0) return std::nullopt;
   return all;
@@ -247,11 +255,7 @@ template <class T>
 std::vector<T> all_gather_object(const T& object, const Group& group = default_group(),
                                  Timeout timeout = {}, Where where = Where::current()) {
   detail::check_object<T>();
-  detail::ObjectCall call{.op = detail::ObjectOp::all_gather_object,
-                          .type = typeid(T),
-                          .group = group,
-                          .limit = detail::TimeLimit(timeout),
-                          .where = where};
+  auto call = detail::object_call<T>(detail::ObjectOp::all_gather_object, group, timeout, where);
   detail::Bytes mine;
   detail::prepare(call, [&] { detail::encode(mine, object); });
   return detail::decode_all<T>(call, detail::gather_messages(call, std::move(mine)));
@@ -268,12 +272,7 @@ std::optional<std::vector<T>> gather_object(const T& object, int dst = 0,
                                             const Group& group = default_group(),
                                             Timeout timeout = {}, Where where = Where::current()) {
   detail::check_object<T>();
-  detail::ObjectCall call{.op = detail::ObjectOp::gather_object,
-                          .type = typeid(T),
-                          .group = group,
-                          .limit = detail::TimeLimit(timeout),
-                          .where = where,
-                          .root = dst};
+  auto call = detail::object_call<T>(detail::ObjectOp::gather_object, group, timeout, where, dst);
   detail::Bytes mine;
   detail::prepare(call, [&] { detail::encode(mine, object); });
   const detail::Messages messages = detail::gather_messages(call, std::move(mine));
@@ -293,12 +292,8 @@ requires(!std::is_const_v<T>) void broadcast_object(T& object, int src = 0,
                                                     Timeout timeout = {},
                                                     Where where = Where::current()) {
   detail::check_object<T>();
-  detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object,
-                          .type = typeid(T),
-                          .group = group,
-                          .limit = detail::TimeLimit(timeout),
-                          .where = where,
-                          .root = src};
+  auto call =
+      detail::object_call<T>(detail::ObjectOp::broadcast_object, group, timeout, where, src);
   detail::Bytes mine;
   detail::prepare(call, [&] {
     if (group.rank() == src) detail::encode(mine, object);
@@ -317,14 +312,8 @@ void broadcast_object_list(std::vector<T>& objects, int src = 0,
                            const Group& group = default_group(), Timeout timeout = {},
                            Where where = Where::current()) {
   detail::check_object<T>();
-  detail::ObjectCall call{.op = detail::ObjectOp::broadcast_object_list,
-                          .type = typeid(T),
-                          .group = group,
-                          .limit = detail::TimeLimit(timeout),
-                          .where = where,
-                          .root = src,
-                          .agreed = objects.size(),
-                          .n_items = objects.size()};
+  auto call = detail::object_call<T>(detail::ObjectOp::broadcast_object_list, group, timeout, where,
+                                     src, /*agreed=*/objects.size(), objects.size());
   detail::Bytes mine;
   detail::prepare(call, [&] {
     if (group.rank() == src) detail::encode(mine, objects);
@@ -380,11 +369,8 @@ requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, ReduceOp op = Reduce
                                                    Where where = Where::current()) {
   using Value = detail::DictValue<typename D::mapped_type>;
   using Element = typename Value::Element;
-  const detail::ObjectCall call{.op = detail::ObjectOp::all_reduce_dict,
-                                .type = typeid(typename D::mapped_type),
-                                .group = group,
-                                .limit = detail::TimeLimit(timeout),
-                                .where = where};
+  const auto call = detail::object_call<typename D::mapped_type>(detail::ObjectOp::all_reduce_dict,
+                                                                 group, timeout, where);
   std::vector<typename D::pointer> sorted;  // by key: unordered_map order may differ per rank
   std::size_t n_elements = 0;
   for (auto& entry : dict) {

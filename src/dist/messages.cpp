@@ -269,12 +269,7 @@ std::string text_with_place(const ObjectCall& call, const std::exception_ptr& er
 }  // namespace
 
 std::vector<std::string> exchange_texts(const ObjectCall& call, std::string_view mine) {
-  const auto parts =
-      all_gather(std::span(reinterpret_cast<const std::uint8_t*>(mine.data()), mine.size()),
-                 call.group, call.limit.timeout(), call.where);
-  std::vector<std::string> texts;
-  for (const auto& part : parts) texts.emplace_back(part.begin(), part.end());
-  return texts;
+  return all_gather(std::string(mine), call.group, call.limit.timeout(), call.where);
 }
 
 void agree(const ObjectCall& call, const std::exception_ptr& mine) {
