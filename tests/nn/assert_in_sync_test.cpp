@@ -9,6 +9,7 @@
 #include <string>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 
 namespace lockstep::nn {
@@ -73,7 +74,7 @@ TEST(AssertInSyncTest, names_the_first_difference_on_every_rank) {
       } catch (const MismatchError& error) {
         EXPECT_EQ(error.text().find(change.expected), 0U) << error.text();
         EXPECT_FALSE(change.expected.empty()) << error.text();
-        EXPECT_NE(std::string(error.what()).find("assert_in_sync_test.cpp"), std::string::npos);
+        test::expect_contains(error.what(), "assert_in_sync_test.cpp");
       }
       barrier();  // the group lives
     });
@@ -94,12 +95,8 @@ TEST(AssertInSyncTest, takes_modules_holders_pointers_and_wrappers) {
     Sequential longer;
     longer->push_back(Linear(2, 2));
     if (rank == 1) longer->push_back(BatchNorm1d(2));
-    try {
-      assert_in_sync(longer);
-      ADD_FAILURE() << "no error";
-    } catch (const MismatchError& error) {
-      EXPECT_NE(error.text().find("parameter 0.weight"), std::string::npos) << error.text();
-    }
+    test::expect_contains(test::thrown<MismatchError>([&] { assert_in_sync(longer); }),
+                          "parameter 0.weight");
   });
 }
 
@@ -114,12 +111,10 @@ TEST(AssertInSyncTest, the_wrapper_does_it_where_everything_is_checked) {
       const at::NoGradGuard no_grad;
       net->weight.mul_(2);
     }
-    try {
-      for (int i = 0; i < 101; ++i) model(x).sum().backward();
-      ADD_FAILURE() << "no error";
-    } catch (const MismatchError& error) {
-      EXPECT_NE(error.text().find("parameter weight of rank 1"), std::string::npos) << error.text();
-    }
+    test::expect_contains(test::thrown<MismatchError>([&] {
+                            for (int i = 0; i < 101; ++i) model(x).sum().backward();
+                          }),
+                          "parameter weight of rank 1");
   });
   ::unsetenv("LOCKSTEP_CHECK");
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));

@@ -25,6 +25,7 @@
 #include "base/process.hpp"
 #include "layer_ranks.hpp"
 #include "nn/c10d/c10d_rendezvous.hpp"
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
 
@@ -73,7 +74,7 @@ TEST(C10dTest, the_text_of_a_ranks_exception_reaches_the_others) {
       });
       ADD_FAILURE() << "no error";
     } catch (const PeerFailed& error) {
-      EXPECT_NE(error.text().find("no such file: x.bin"), std::string::npos) << error.text();
+      test::expect_contains(error.text(), "no such file: x.bin");
     } catch (const std::runtime_error& error) {
       EXPECT_EQ(get_rank(), 0) << error.what();
     }
@@ -364,7 +365,7 @@ TEST(C10dLevelsTest, a_killed_rank_is_named_on_every_rank) {
     try {
       for (;;) barrier();
     } catch (const PeerLost& error) {
-      EXPECT_NE(std::string(error.what()).find("rank 5"), std::string::npos) << error.what();
+      test::expect_contains(error.what(), "rank 5");
     }
   });
   for (int r = 0; r < kManyRanks; ++r) {

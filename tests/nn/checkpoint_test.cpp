@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 #include "support/waiting.hpp"
 
 namespace {
@@ -205,7 +206,7 @@ TEST_F(CheckpointTest, non_regular_file_is_not_replaced) {
     const std::string text = usage_error([&] {
       save_checkpoint(fifo, [](auto& archive) { archive.write("value", at::ones({1})); });
     });
-    EXPECT_NE(text.find("replace (not a regular file) " + fifo), std::string::npos) << text;
+    test::expect_contains(text, "replace (not a regular file) " + fifo);
   });
   EXPECT_TRUE(std::filesystem::is_fifo(fifo));
   EXPECT_EQ(files(), std::vector<std::string>{"fifo"});
@@ -235,12 +236,8 @@ TEST_F(CheckpointTest, a_damaged_tensor_is_reported_on_every_rank) {
     std::ofstream(file, std::ios::binary) << bytes;
   }
   on_ranks(2, [&](int) {
-    try {
-      load_checkpoint(file, read);
-      ADD_FAILURE() << "no error";
-    } catch (const UsageError& error) {
-      EXPECT_NE(error.text().find(file + " is damaged"), std::string::npos) << error.text();
-    }
+    test::expect_contains(test::thrown<UsageError>([&] { load_checkpoint(file, read); }),
+                          file + " is damaged");
     barrier();
   });
 }
@@ -285,15 +282,11 @@ TEST_F(CheckpointTest, a_training_goes_on_with_the_same_bits) {
       EXPECT_TRUE(item->equal(resumed.net->named_parameters()[item.key()])) << item.key();
     }
     EXPECT_EQ(resumed.optimizer.param_groups()[0].options().get_lr(), 0.025);
-    try {
-      load_training(file, {resumed.optimizer, resumed.net, resumed.epoch});
-      ADD_FAILURE() << "no error";
-    } catch (const UsageError& error) {
-      EXPECT_NE(error.text().find("has a module, an optimizer, an object, a number, a number, "
-                                  "expected an optimizer, a module, a number"),
-                std::string::npos)
-          << error.text();
-    }
+    test::expect_contains(test::thrown<UsageError>([&] {
+                            load_training(file, {resumed.optimizer, resumed.net, resumed.epoch});
+                          }),
+                          "has a module, an optimizer, an object, a number, a number, "
+                          "expected an optimizer, a module, a number");
     DistributedDataParallel model(resumed.net);
     save_training(file, {model, *resumed.net, resumed.net});
     load_training(file, {model, *resumed.net, resumed.net});
@@ -352,8 +345,7 @@ std::string refusal_of(const std::string& file, std::initializer_list<TrainingPa
     load_training(file, parts);
   } catch (const UsageError& error) {
     text = error.text();
-    EXPECT_NE(std::string(error.context().where.file_name()).find("checkpoint_test.cpp"),
-              std::string::npos);
+    test::expect_contains(error.context().where.file_name(), "checkpoint_test.cpp");
     EXPECT_EQ(error.context().operation, "load_training");
   }
   EXPECT_TRUE(saved() == before) << text;
@@ -362,10 +354,6 @@ std::string refusal_of(const std::string& file, std::initializer_list<TrainingPa
   }
   barrier();
   return text;
-}
-
-void expect_in(const std::string& text, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
 TEST_F(CheckpointTest, another_architecture_is_refused_and_nothing_is_changed) {
@@ -377,17 +365,17 @@ TEST_F(CheckpointTest, another_architecture_is_refused_and_nothing_is_changed) {
       torch::nn::Sequential other(layers...);
       return refusal_of(file, {other});
     };
-    expect_in(load(Linear(4, 9), torch::nn::ReLU(), Linear(9, 2)),
-              {"'0.weight'", "[8, 4]", "[9, 4]", "part 0, a module"});
-    expect_in(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 3)),
-              {"'2.weight'", "[2, 8]", "[3, 8]"});
-    expect_in(load(Linear(4, 8)),
-              {"the file has '2.bias', Float [2], which this module does not have"});
-    expect_in(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 2), Linear(2, 1)),
-              {"does not have '3.weight'", "[1, 2]"});
+    test::expect_contains(load(Linear(4, 9), torch::nn::ReLU(), Linear(9, 2)),
+                          {"'0.weight'", "[8, 4]", "[9, 4]", "part 0, a module"});
+    test::expect_contains(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 3)),
+                          {"'2.weight'", "[2, 8]", "[3, 8]"});
+    test::expect_contains(load(Linear(4, 8)),
+                          {"the file has '2.bias', Float [2], which this module does not have"});
+    test::expect_contains(load(Linear(4, 8), torch::nn::ReLU(), Linear(8, 2), Linear(2, 1)),
+                          {"does not have '3.weight'", "[1, 2]"});
     torch::nn::Sequential doubles(Linear(4, 8), torch::nn::ReLU(), Linear(8, 2));
     doubles->to(torch::kDouble);
-    expect_in(refusal_of(file, {doubles}), {"'0.weight'", "Float", "Double"});
+    test::expect_contains(refusal_of(file, {doubles}), {"'0.weight'", "Float", "Double"});
     load_training(file, {training.net});
   });
 }
@@ -404,18 +392,18 @@ TEST_F(CheckpointTest, another_optimizer_is_refused_and_nothing_is_changed) {
     auto parameters = other.net->parameters();
     std::reverse(parameters.begin(), parameters.end());
     torch::optim::SGD reversed(parameters, options);
-    expect_in(refusal_of(file, {other.net, reversed}),
-              {"part 1, an optimizer", "parameter 0", "'0.weight' of part 0, Float [8, 4]",
-               "'2.bias' of part 0, Float [2]"});
-    expect_in(refusal_of(alone, {reversed}), {"part 0, an optimizer", "[8, 4]", "[2]"});
+    test::expect_contains(refusal_of(file, {other.net, reversed}),
+                          {"part 1, an optimizer", "parameter 0",
+                           "'0.weight' of part 0, Float [8, 4]", "'2.bias' of part 0, Float [2]"});
+    test::expect_contains(refusal_of(alone, {reversed}), {"part 0, an optimizer", "[8, 4]", "[2]"});
     torch::optim::SGD fewer({parameters[0]}, options);
-    expect_in(refusal_of(file, {other.net, fewer}), {"4 parameters", "expected 1"});
+    test::expect_contains(refusal_of(file, {other.net, fewer}), {"4 parameters", "expected 1"});
     const auto in_order = other.net->parameters();
     torch::optim::SGD two_groups({in_order[0]}, options);
     two_groups.add_param_group({{in_order[1], in_order[2], in_order[3]}});
-    expect_in(refusal_of(file, {other.net, two_groups}), {"parameter group"});
+    test::expect_contains(refusal_of(file, {other.net, two_groups}), {"parameter group"});
     torch::optim::Adam adam(other.net->parameters(), torch::optim::AdamOptions(0.1));
-    expect_in(refusal_of(file, {other.net, adam}), {"momentum", "betas"});
+    test::expect_contains(refusal_of(file, {other.net, adam}), {"momentum", "betas"});
 
     // Of the same values, what comes next is the same.
     load_training(file, {training.net, training.optimizer});
@@ -442,8 +430,8 @@ TEST_F(CheckpointTest, an_older_file_of_another_order_is_refused) {
   auto parameters = other.net->parameters();
   std::reverse(parameters.begin(), parameters.end());
   torch::optim::SGD reversed(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
-  expect_in(refusal_of(file, {reversed}),
-            {"momentum_buffer of parameter 0", "Float [8, 4]", "Float [2]"});
+  test::expect_contains(refusal_of(file, {reversed}),
+                        {"momentum_buffer of parameter 0", "Float [8, 4]", "Float [2]"});
   load_training(file, {other.optimizer});
 }
 
@@ -472,8 +460,8 @@ TEST_F(CheckpointTest, what_fails_last_changes_nothing_on_any_rank) {
     TwoLayers other;
     Fragile mine{.fails = rank == 1};
     int mine_epoch = 1;
-    expect_in(refusal_of(file, {other.net, other.optimizer, mine_epoch, mine}),
-              {"rank 1", "part 3, an object", "too fragile"});
+    test::expect_contains(refusal_of(file, {other.net, other.optimizer, mine_epoch, mine}),
+                          {"rank 1", "part 3, an object", "too fragile"});
     load_training(file, {other.net, other.optimizer, mine_epoch, mine});
     EXPECT_EQ(mine.value, 7);
     EXPECT_EQ(mine_epoch, 3);
@@ -481,8 +469,8 @@ TEST_F(CheckpointTest, what_fails_last_changes_nothing_on_any_rank) {
     // Nor does a rank whose net is another.
     torch::nn::Sequential wider(Linear(4, 9), torch::nn::ReLU(), Linear(9, 2));
     save_training(file, {training.net});
-    expect_in(rank == 0 ? refusal_of(file, {training.net}) : refusal_of(file, {wider}),
-              {"rank 1", "'0.weight'", "[8, 4]", "[9, 4]"});
+    test::expect_contains(rank == 0 ? refusal_of(file, {training.net}) : refusal_of(file, {wider}),
+                          {"rank 1", "'0.weight'", "[8, 4]", "[9, 4]"});
   });
 }
 
@@ -502,16 +490,17 @@ void expect_loads_as(const std::string& file, From from, To expected) {
 TEST_F(CheckpointTest, a_number_that_does_not_fit_is_refused) {
   const std::string file = path("number.pt");
   constexpr auto kLarge = std::numeric_limits<std::uint64_t>::max() - 5;
-  expect_in(load_number_as(file, std::int64_t{5'000'000'000}, 3),
-            {"5000000000", "int", "2147483647", "part 0, a number"});
-  expect_in(load_number_as(file, 200, std::int8_t{0}), {"200", "127"});
-  expect_in(load_number_as(file, -1, std::size_t{0}), {"-1"});
-  expect_in(load_number_as(file, kLarge, std::int64_t{0}), {"18446744073709551610"});
-  expect_in(load_number_as(file, 2, false), {"2"});
-  expect_in(load_number_as(file, 0.5, 3), {"0.5"});
-  expect_in(load_number_as(file, 0.1, 3.F), {"0.1"});
-  expect_in(load_number_as(file, 1e300, 3.F), {"1e+300"});
-  expect_in(load_number_as(file, std::int64_t{1} << 60 | 1, 3.), {"1152921504606846977"});
+  test::expect_contains(load_number_as(file, std::int64_t{5'000'000'000}, 3),
+                        {"5000000000", "int", "2147483647", "part 0, a number"});
+  test::expect_contains(load_number_as(file, 200, std::int8_t{0}), {"200", "127"});
+  test::expect_contains(load_number_as(file, -1, std::size_t{0}), {"-1"});
+  test::expect_contains(load_number_as(file, kLarge, std::int64_t{0}), {"18446744073709551610"});
+  test::expect_contains(load_number_as(file, 2, false), {"2"});
+  test::expect_contains(load_number_as(file, 0.5, 3), {"0.5"});
+  test::expect_contains(load_number_as(file, 0.1, 3.F), {"0.1"});
+  test::expect_contains(load_number_as(file, 1e300, 3.F), {"1e+300"});
+  test::expect_contains(load_number_as(file, std::int64_t{1} << 60 | 1, 3.),
+                        {"1152921504606846977"});
   expect_loads_as(file, kLarge, kLarge);
   expect_loads_as(file, std::int64_t{-5'000'000'000}, std::int64_t{-5'000'000'000});
   expect_loads_as(file, true, true);
@@ -532,7 +521,8 @@ TEST_F(CheckpointTest, a_byte_that_changed_anywhere_is_reported) {
     std::string bytes = good;
     bytes[at] = static_cast<char>(bytes[at] ^ 1);
     std::ofstream(file, std::ios::binary) << bytes;
-    expect_in(refusal_of(file, {training.net, training.optimizer}), {"training.pt is damaged"});
+    test::expect_contains(refusal_of(file, {training.net, training.optimizer}),
+                          {"training.pt is damaged"});
   }
 }
 
@@ -561,7 +551,8 @@ TEST_F(CheckpointTest, a_part_of_another_type_is_refused) {
     for (const c10::IValue& value : std::vector<c10::IValue>{
              {}, 1, 0.5, "text", true, at::ones({2}), c10::List<std::int64_t>()}) {
       save_with(key, value);
-      expect_in(refusal_of(file, {training.net, training.optimizer, epoch}), {"cannot load"});
+      test::expect_contains(refusal_of(file, {training.net, training.optimizer, epoch}),
+                            {"cannot load"});
     }
   }
 }
@@ -575,7 +566,7 @@ TEST_F(CheckpointTest, a_callback_of_load_checkpoint_fails_as_a_usage_error) {
       archive.read("other", tensor);
     });
   });
-  expect_in(text, {file.c_str(), "other"});
+  test::expect_contains(text, {file, "other"});
   EXPECT_EQ(text.find("frame #"), std::string::npos) << text;
 }
 
@@ -585,9 +576,9 @@ TEST_F(CheckpointTest, only_a_regular_file_is_read) {
   std::filesystem::create_directory(path("folder"));
   on_ranks(2, [&](int) {
     int epoch = 0;
-    expect_in(refusal_of(fifo, {epoch}), {"fifo", "not a regular file"});
-    expect_in(refusal_of(path("folder"), {epoch}), {"folder", "not a regular file"});
-    expect_in(refusal_of(path("none"), {epoch}), {"none", "No such file"});
+    test::expect_contains(refusal_of(fifo, {epoch}), {"fifo", "not a regular file"});
+    test::expect_contains(refusal_of(path("folder"), {epoch}), {"folder", "not a regular file"});
+    test::expect_contains(refusal_of(path("none"), {epoch}), {"none", "No such file"});
   });
 }
 
@@ -611,8 +602,8 @@ TEST_F(CheckpointTest, a_path_with_a_nul_is_refused) {
   file += '\0';
   file += "more";
   int epoch = 3;
-  expect_in(usage_error([&] { save_training(file, {epoch}); }), {"NUL"});
-  expect_in(refusal_of(file, {epoch}), {"NUL"});
+  test::expect_contains(usage_error([&] { save_training(file, {epoch}); }), {"NUL"});
+  test::expect_contains(refusal_of(file, {epoch}), {"NUL"});
   EXPECT_EQ(files(), std::vector<std::string>{});
 }
 

@@ -7,6 +7,7 @@
 
 #include "helpers.hpp"
 #include "layer_ranks.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -150,12 +151,10 @@ TEST(ConvertTest, what_cannot_be_replaced_is_named_and_nothing_is) {
     convert_sync_batchnorm(net);
     FAIL() << "no error";
   } catch (const UsageError& error) {
-    EXPECT_NE(error.text().find("cannot replace '1.bn' (torch::nn::BatchNorm2dImpl): "),
-              std::string::npos)
-        << error.text();
+    test::expect_contains(error.text(), "cannot replace '1.bn' (torch::nn::BatchNorm2dImpl): ");
     for (const char* way :
          {"torch::nn::Sequential", "SyncBatchNorm2d member", "SyncBatchNormScope"}) {
-      EXPECT_NE(error.text().find(way), std::string::npos) << error.text();
+      test::expect_contains(error.text(), way);
     }
   }
   EXPECT_EQ(count<SyncBatchNorm2d>(*net), 0);
@@ -275,7 +274,7 @@ TEST(ConvertTest, a_containers_own_layer_cannot_be_replaced) {
         ModulePtr(std::make_shared<WithMember<torch::nn::ModuleListImpl>>()),
         ModulePtr(std::make_shared<WithMember<torch::nn::ModuleDictImpl>>())}) {
     const std::string text = testing::usage_error([&net] { convert_sync_batchnorm(net); });
-    EXPECT_NE(text.find("cannot replace 'own'"), std::string::npos) << text;
+    test::expect_contains(text, "cannot replace 'own'");
     EXPECT_EQ(count<torch::nn::BatchNorm1d>(*net), 1);
   }
 }
@@ -289,12 +288,12 @@ TEST(ConvertTest, what_a_batch_norm_cannot_compute_is_not_reverted_in_training) 
   auto clamp = make(EpsMode::clamp, OnNonfinite::propagate);
   std::string text = testing::usage_error([&] { revert_sync_batchnorm(clamp); });
   for (const char* part : {"'1'", "eps_mode", "eval()"}) {
-    EXPECT_NE(text.find(part), std::string::npos) << text;
+    test::expect_contains(text, part);
   }
   EXPECT_EQ(count<SyncBatchNorm1d>(*clamp), 2);
   const torch::nn::Sequential keep = make(EpsMode::plus, OnNonfinite::keep_running_stats);
   text = testing::usage_error([&] { revert_sync_batchnorm(keep); });
-  EXPECT_NE(text.find("on_nonfinite"), std::string::npos) << text;
+  test::expect_contains(text, "on_nonfinite");
   EXPECT_NE(testing::usage_error([&] { revert_sync_batchnorm(clamp->ptr(1)); }), "no error");
 
   clamp->eval();

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 #include "training.hpp"
 
 namespace lockstep::nn {
@@ -490,14 +491,8 @@ TEST(DataParallelTest, an_error_of_one_ranks_replica_is_a_mismatch_of_the_others
     DataParallelWithCallback model(net, cpus(2));
     Tensor x = at::rand({4, 2}, at::kDouble);
     if (rank == 1) x[3][0] = TripwireImpl::kTrip;
-    try {
-      model(x);
-      ADD_FAILURE() << "no error";
-    } catch (const PeerFailed& error) {
-      EXPECT_NE(error.text().find(rank == 1 ? "tripped" : "refused SyncBatchNorm1d"),
-                std::string::npos)
-          << error.what();
-    }
+    test::expect_contains(test::thrown<PeerFailed>([&] { model(x); }),
+                          rank == 1 ? "tripped" : "refused SyncBatchNorm1d");
   });
 }
 
@@ -514,7 +509,7 @@ TEST(DataParallelTest, one_value_per_channel_is_rejected_as_by_the_module) {
       model(at::rand({n, 2}));
       ADD_FAILURE() << "no error";
     } catch (const PeerFailed& error) {
-      EXPECT_NE(error.text().find("Expected more than 1 value per channel"), std::string::npos);
+      test::expect_contains(error.text(), "Expected more than 1 value per channel");
       EXPECT_THROW(std::rethrow_if_nested(error), UsageError);
     }
   }
@@ -548,10 +543,9 @@ TORCH_MODULE(Uncloneable);
 TEST(DataParallelTest, misuse_is_rejected) {
   EXPECT_EQ(usage_error([] { DataParallel(Sequential(ReLU()), {}); }),
             "got no devices; {at::kCPU, at::kCPU} are two CPU workers");
-  EXPECT_NE(usage_error([] {
-              DataParallel(Sequential(Linear(1, 1)), {at::Device("cuda:0")});
-            }).find("expected the module on cuda:0"),
-            std::string::npos);
+  test::expect_contains(
+      usage_error([] { DataParallel(Sequential(Linear(1, 1)), {at::Device("cuda:0")}); }),
+      "expected the module on cuda:0");
   DataParallel two(module_of([](const Tensor& a, const Tensor&) { return a; }), cpus(2));
   EXPECT_EQ(usage_error([&] {
               two(at::rand({4, 1}), at::rand({3, 1}));
@@ -564,21 +558,20 @@ TEST(DataParallelTest, misuse_is_rejected) {
             "cannot split a tensor of size [4, 1] along dim 2");
   DataParallel stuck(Uncloneable(), cpus(2));
   EXPECT_EQ(stuck(at::rand({1})).size(0), 1) << "one piece needs no copy";
-  EXPECT_NE(usage_error([&] { stuck(at::rand({2})); }).find("cannot copy the module: clone()"),
-            std::string::npos);
+  test::expect_contains(usage_error([&] { stuck(at::rand({2})); }),
+                        "cannot copy the module: clone()");
   DataParallel odd(module_of([](const Tensor& a) {
                      return std::vector<Tensor>(static_cast<std::size_t>(a.size(0)), a);
                    }),
                    cpus(2));
-  EXPECT_NE(usage_error([&] { odd(at::rand({3})); }).find("cannot gather the replicas' outputs"),
-            std::string::npos);
+  test::expect_contains(usage_error([&] { odd(at::rand({3})); }),
+                        "cannot gather the replicas' outputs");
   DataParallel other_keys(module_of([](const Tensor& a) {
                             return std::map<std::int64_t, Tensor>{{a.size(0), a}};
                           }),
                           cpus(2));
-  EXPECT_NE(
-      usage_error([&] { other_keys(at::rand({3})); }).find("cannot gather the replicas' outputs"),
-      std::string::npos);
+  test::expect_contains(usage_error([&] { other_keys(at::rand({3})); }),
+                        "cannot gather the replicas' outputs");
 }
 
 std::size_t n_threads_now() {
@@ -632,7 +625,7 @@ TEST(DataParallelTest, a_thousand_mixed_steps_neither_hang_nor_grow) {
       }
       ++n_done;
     } catch (const PeerFailed& error) {
-      EXPECT_NE(error.text().find("failed: unreliable"), std::string::npos) << error.text();
+      test::expect_contains(error.text(), "failed: unreliable");
       ++n_thrown;
     }
     if (step == 300) {

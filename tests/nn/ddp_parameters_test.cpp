@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::nn {
 namespace ddp_parameters_test {
@@ -131,9 +132,8 @@ TEST(DdpParametersTest, are_averaged_or_rejected_in_a_forward_of_the_module) {
         expect_averaged(net, change.name);
       } catch (const UsageError& error) {
         EXPECT_NE(change.name, "none") << error.what();
-        EXPECT_NE(error.text().find("parameter "), std::string::npos) << error.what();
-        EXPECT_NE(error.text().find("forward"), std::string::npos) << error.what();
-        EXPECT_NE(std::string(error.what()).find("ddp_parameters_test.cpp"), std::string::npos);
+        test::expect_contains(error.text(), {"parameter ", "forward"});
+        test::expect_contains(error.what(), "ddp_parameters_test.cpp");
       }
       backward(net, rank, [&](const Tensor& x) { return model(x); });
       expect_averaged(net, change.name + ", then through the wrapper");
@@ -219,7 +219,7 @@ TEST(DdpParametersTest, changed_on_one_rank_only_under_synchronised_batch_norm) 
         const std::string& text = texts[static_cast<std::size_t>(changed)];
         EXPECT_NE(text.find("which was changed on this rank"), std::string::npos)
             << change.name << text;
-        EXPECT_NE(text.find("updating parameter "), std::string::npos) << text;
+        test::expect_contains(text, "updating parameter ");
         EXPECT_NE(texts[static_cast<std::size_t>(1 - changed)], "") << change.name;
         if (HasFailure()) return;  // each is as long as the limit of a call
       }
@@ -264,13 +264,8 @@ TEST(DdpParametersTest, in_two_wrappers_are_rejected) {
     const std::vector<std::function<Tensor(const Tensor&)>> forwards{
         [&](const Tensor& x) { return (*first)(x); }, [&](const Tensor& x) { return second(x); }};
     for (const auto& forward : forwards) {
-      try {
-        backward(net, rank, forward);
-        ADD_FAILURE() << "no error";
-      } catch (const UsageError& error) {
-        EXPECT_NE(error.text().find("another DistributedDataParallel"), std::string::npos)
-            << error.what();
-      }
+      test::expect_contains(test::thrown<UsageError>([&] { backward(net, rank, forward); }),
+                            "another DistributedDataParallel");
     }
     first.reset();
     first.emplace(Model(net));  // as `model = DistributedDataParallel(net)` does
@@ -367,15 +362,10 @@ TEST(DdpParametersTest, of_a_torch_script_module_that_differs) {
       const at::NoGradGuard no_grad;
       inner.attr("scale").toTensor().set_data(at::ones({5}, at::kDouble));
     }
-    try {
-      DistributedDataParallel model(script);
-      ADD_FAILURE() << "no error";
-    } catch (const MismatchError& error) {
-      EXPECT_NE(error.text().find("rank 0 has parameter inner.scale Double [4], rank 1 has "
-                                  "parameter inner.scale Double [5]"),
-                std::string::npos)
-          << error.text();
-    }
+    test::expect_contains(
+        test::thrown<MismatchError>([&] { DistributedDataParallel model(script); }),
+        "rank 0 has parameter inner.scale Double [4], rank 1 has "
+        "parameter inner.scale Double [5]");
   });
 }
 
@@ -469,7 +459,7 @@ TEST(DdpParametersTest, of_parameters_that_cannot_be_averaged) {
     const auto expect = [](const auto& wrapped, const char* part) {
       const std::string text =
           testing::usage_error([&] { DistributedDataParallel model(wrapped); });
-      EXPECT_NE(text.find(part), std::string::npos) << text;
+      test::expect_contains(text, part);
       EXPECT_EQ(all_reduce_value(1), 2);  // all ranks refused: the group goes on
     };
     expect(std::vector{leaf, Tensor()}, "parameter 1 is undefined");
@@ -505,7 +495,7 @@ TEST(DdpParametersTest, of_other_parameters_on_a_rank) {
       EXPECT_EQ(rank, 1);
       EXPECT_THROW(barrier(), MismatchError);
     } catch (const MismatchError& error) {
-      EXPECT_NE(error.text().find("parameter 0 is undefined"), std::string::npos) << error.text();
+      test::expect_contains(error.text(), "parameter 0 is undefined");
     }
   });
 }
@@ -570,14 +560,8 @@ TEST(DdpParametersTest, a_gradient_missing_on_one_of_many_ranks_is_found_in_bf16
   DistributedDataParallel model(std::make_shared<Net>(), options);
   model(/*both=*/true).backward();
   model.module()->zero_grad();
-  try {
-    model(/*both=*/false).backward();
-    ADD_FAILURE() << "no error";
-  } catch (const MismatchError& error) {
-    EXPECT_NE(error.text().find("parameter b got a gradient on 511 of 512 ranks"),
-              std::string::npos)
-        << error.text();
-  }
+  test::expect_contains(test::thrown<MismatchError>([&] { model(/*both=*/false).backward(); }),
+                        "parameter b got a gradient on 511 of 512 ranks");
 }
 
 }  // namespace ddp_parameters_test

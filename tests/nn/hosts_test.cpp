@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
 #include "support/waiting.hpp"
@@ -37,9 +38,8 @@ TEST(HostsTest, one_program_over_two_machines) {
   for (const Ended& ended : ends) EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
   EXPECT_EQ(ends[0].out + ends[1].out,
             "items 1001, sum 333833500, mean 333500.000, largest 1000000, agreed, in order\n");
-  EXPECT_NE(ends[1].err.find("rank 3 of 4, local 1 of 2, by lockstep run, over hierarchical"),
-            std::string::npos)
-      << ends[1].err;
+  test::expect_contains(ends[1].err,
+                        "rank 3 of 4, local 1 of 2, by lockstep run, over hierarchical");
 }
 
 /// EVALUATE_PROGRAM on two machines, with a variable in its environment.
@@ -48,7 +48,7 @@ void evaluate_with(const std::string& variable) {
   if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
   const std::vector<Ended> ends = run_on_machines(2, {{"env", variable, EVALUATE_PROGRAM}});
   for (const Ended& ended : ends) EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
-  EXPECT_NE(ends[1].err.find("over hierarchical"), std::string::npos) << ends[1].err;
+  test::expect_contains(ends[1].err, "over hierarchical");
 }
 
 TEST(HostsTest, a_module_for_mpi_in_the_environment_leaves_gloo_between_machines) {

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 #include "training.hpp"
 
 namespace lockstep::nn {
@@ -127,26 +128,24 @@ TEST_P(JoinTest, resumes_with_the_same_bits_on_every_rank) {
 }
 
 TEST_P(JoinTest, an_optimizer_left_out_is_reported_in_the_next_epoch) {
-  EXPECT_THROW(
-      on_ranks(2,
-               [&](int /*rank*/) {
-                 Trainee training(training_of(2, GetParam()), default_group());
-                 for (int epoch = 0; epoch < 2; ++epoch) {
-                   try {
-                     training.model->join([&] { training.batches(epoch); });
-                     EXPECT_EQ(epoch, 0) << "no error";
-                   } catch (const MismatchError& error) {
-                     EXPECT_EQ(epoch, 1);
-                     const std::string what = error.what();
-                     EXPECT_NE(what.find("parameter 0.weight of rank 1"), std::string::npos)
-                         << what;
-                     EXPECT_NE(what.find("pass join the optimizers"), std::string::npos) << what;
-                     EXPECT_NE(what.find("join_test.cpp"), std::string::npos) << what;
-                     throw;
-                   }
-                 }
-               }),
-      MismatchError);
+  EXPECT_THROW(on_ranks(2,
+                        [&](int /*rank*/) {
+                          Trainee training(training_of(2, GetParam()), default_group());
+                          for (int epoch = 0; epoch < 2; ++epoch) {
+                            try {
+                              training.model->join([&] { training.batches(epoch); });
+                              EXPECT_EQ(epoch, 0) << "no error";
+                            } catch (const MismatchError& error) {
+                              EXPECT_EQ(epoch, 1);
+                              const std::string what = error.what();
+                              test::expect_contains(
+                                  what, {"parameter 0.weight of rank 1", "pass join the optimizers",
+                                         "join_test.cpp"});
+                              throw;
+                            }
+                          }
+                        }),
+               MismatchError);
 }
 
 std::string name_of_optimizer(const ::testing::TestParamInfo<MakeOptimizer>& one) {
@@ -169,8 +168,7 @@ TEST(JoinTest, an_optimizer_that_needs_the_loss_is_rejected) {
       };
       Trainee training(training_of(2, make), default_group());
       const std::string text = testing::usage_error([&] { training.epoch(0); });
-      EXPECT_NE(text.find("LBFGS"), std::string::npos) << text;
-      EXPECT_NE(text.find("max_iter(1)"), std::string::npos) << text;
+      test::expect_contains(text, {"LBFGS", "max_iter(1)"});
     });
   }
 }
@@ -258,7 +256,7 @@ TEST(JoinTest, an_example_forward_ends_with_its_join) {
     EXPECT_TRUE(watched.expired());
     if (rank == 0) return model.join(train);
     const std::string text = testing::usage_error([&] { model.join(train); });
-    EXPECT_NE(text.find("Give join an example_input"), std::string::npos) << text;
+    test::expect_contains(text, "Give join an example_input");
     throw std::out_of_range("what ends the other rank's join");
   };
   EXPECT_THROW(on_ranks(2, body), std::out_of_range);
@@ -349,8 +347,7 @@ TEST(JoinTest, a_type_of_the_programs_own_needs_an_example) {
       continue;
     }
     EXPECT_THROW(on_ranks(2, body), UsageError);
-    EXPECT_NE(text.find("example_forward"), std::string::npos) << text;
-    EXPECT_NE(text.find("containers of tensors"), std::string::npos) << text;
+    test::expect_contains(text, {"example_forward", "containers of tensors"});
   }
 }
 
@@ -407,8 +404,7 @@ TEST(JoinTest, an_exception_that_leaves_body_reaches_the_others) {
       told.set_value();
     };
     run_ranks(2, body, {.timeout = std::chrono::seconds(5)});
-    EXPECT_NE(text.find("rank 1 failed: "), std::string::npos) << text;
-    EXPECT_NE(text.find("body of join"), std::string::npos) << text;
+    test::expect_contains(text, {"rank 1 failed: ", "body of join"});
     EXPECT_EQ(text.find("the file ends here") != std::string::npos, is_std) << text;
   }
 }
@@ -421,9 +417,9 @@ TEST(JoinTest, a_join_in_the_body_of_another_is_refused) {
       model.join([&] { model.join([&] { model(at::ones({2, 2})).sum().backward(); }); });
       ADD_FAILURE() << "no error";
     } catch (const UsageError& error) {
-      EXPECT_NE(std::string(error.what()).find("in the body of a join"), std::string::npos);
+      test::expect_contains(error.what(), "in the body of a join");
     } catch (const PeerFailed& error) {  // the other rank's, which came first
-      EXPECT_NE(std::string(error.what()).find("in the body of a join"), std::string::npos);
+      test::expect_contains(error.what(), "in the body of a join");
     }
   });
 }
@@ -451,9 +447,7 @@ TEST(JoinTest, communication_in_body_is_named) {
     };
     EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(2)}), Error);
     for (const std::string& text : texts) {
-      EXPECT_NE(text.find("the body of join must not communicate by other means"),
-                std::string::npos)
-          << text;
+      test::expect_contains(text, "the body of join must not communicate by other means");
     }
   }
 }
@@ -499,8 +493,7 @@ TEST(JoinTest, a_scope_over_part_of_the_ranks_is_rejected) {
             },
             {.example_input = x});
       });
-      EXPECT_NE(text.find("a group of 2 of the 4 ranks"), std::string::npos) << text;
-      EXPECT_NE(text.find("convert_sync_batchnorm"), std::string::npos) << text;
+      test::expect_contains(text, {"a group of 2 of the 4 ranks", "convert_sync_batchnorm"});
     });
   }
 }
@@ -538,11 +531,8 @@ TEST(JoinTest, timeout_suggests_join) {
     }
   };
   EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(3)}), TimeoutError);
-  EXPECT_NE(what.find("Do the ranks have different numbers of batches?"), std::string::npos)
-      << what;
-  EXPECT_NE(what.find("join()"), std::string::npos) << what;
-  EXPECT_NE(what.find("averaging the gradients of 2."), std::string::npos) << what;
-  EXPECT_NE(what.find(" at join_test.cpp:"), std::string::npos) << what;
+  test::expect_contains(what, {"Do the ranks have different numbers of batches?", "join()",
+                               "averaging the gradients of 2.", " at join_test.cpp:"});
 }
 
 /// A wrapper is made by all ranks, whatever their numbers of batches.
@@ -561,7 +551,7 @@ TEST(JoinTest, constructor_timeout_does_not_suggest_join) {
     }
   };
   EXPECT_THROW(run_ranks(2, body, {.timeout = std::chrono::seconds(1)}), TimeoutError);
-  EXPECT_NE(what.find("comparing the ranks' modules"), std::string::npos) << what;
+  test::expect_contains(what, "comparing the ranks' modules");
   EXPECT_EQ(what.find("numbers of batches"), std::string::npos) << what;
 }
 

@@ -8,6 +8,7 @@
 #include "cli/command.hpp"
 #include "helpers.hpp"
 #include "next_world.hpp"
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 
 // Layers find the world again, however the former one ended; what cannot says so.
@@ -67,7 +68,7 @@ TEST(NextWorldTest, a_wrapper_made_before_the_world) {
     const auto text = testing::usage_error([&] {
       made[static_cast<std::size_t>(rank)].forward(at::ones({1, 1}));
     });
-    EXPECT_NE(text.find("was made before this rank was in a world"), std::string::npos) << text;
+    test::expect_contains(text, "was made before this rank was in a world");
   });
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -142,10 +143,9 @@ TEST(ReplicationTest, callbacks_know_the_number_the_device_and_the_original) {
   EXPECT_EQ(copy->as<Curious>()->original, original.get());
   EXPECT_EQ(usage_error([&] { execute_replication_callbacks(copies, {.devices = {at::kCPU}}); }),
             "got 1 devices, expected one for each of 2 copies");
-  EXPECT_NE(usage_error([&] {
-              execute_replication_callbacks(copies, {.original = ReLU().ptr()});
-            }).find("the original differs from copy 0"),
-            std::string::npos);
+  test::expect_contains(
+      usage_error([&] { execute_replication_callbacks(copies, {.original = ReLU().ptr()}); }),
+      "the original differs from copy 0");
 }
 
 TEST(ReplicationTest, data_parallel_says_what_it_copied) {
@@ -353,11 +353,10 @@ TEST(ReplicationTest, a_class_derived_from_sequential_needs_a_clone_of_its_own) 
   DataParallel box(Box(Sequential(ReLU(), Stage(Linear(2, 2)))), two);
   for (const std::string& text : {usage_error([&] { inside(x); }), usage_error([&] { itself(x); }),
                                   usage_error([&] { box(x); })}) {
-    EXPECT_NE(text.find("StageImpl"), std::string::npos) << text;
-    EXPECT_NE(text.find("clone() of its own"), std::string::npos) << text;
+    test::expect_contains(text, {"StageImpl", "clone() of its own"});
   }
-  EXPECT_NE(usage_error([&] { inside(x); }).find("'0'"), std::string::npos);
-  EXPECT_NE(usage_error([&] { box(x); }).find("'inner.1'"), std::string::npos);
+  test::expect_contains(usage_error([&] { inside(x); }), "'0'");
+  test::expect_contains(usage_error([&] { box(x); }), "'inner.1'");
 
   Sequential net(CloneableStage(Linear(2, 2)), Linear(2, 1));
   DataParallel works(net, two);
@@ -367,8 +366,7 @@ TEST(ReplicationTest, a_class_derived_from_sequential_needs_a_clone_of_its_own) 
 TEST(ReplicationTest, a_copy_without_a_submodule_is_rejected) {
   Sequential net(Stage(Linear(2, 2)));
   const std::vector<ModulePtr> copies{net.ptr(), net->clone()};
-  EXPECT_NE(usage_error([&] { execute_replication_callbacks(copies); }).find("copy 1"),
-            std::string::npos);
+  test::expect_contains(usage_error([&] { execute_replication_callbacks(copies); }), "copy 1");
 }
 
 TEST(ReplicatedBatchNormTest, a_nan_in_one_replica_keeps_the_statistics_of_all) {

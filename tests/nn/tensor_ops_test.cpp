@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -160,7 +161,7 @@ TEST(TensorOpsTest, errors_name_the_operation_that_was_called) {
       ADD_FAILURE() << name << ": no error";
     } catch (const UsageError& error) {
       EXPECT_EQ(error.context().operation, name);
-      EXPECT_NE(error.text().find("ComplexFloat"), std::string::npos) << error.text();
+      test::expect_contains(error.text(), "ComplexFloat");
     }
   }
 }
@@ -334,7 +335,7 @@ TEST(TensorTreesTest, all_reduce_dict_names_what_differs) {
     try {
       all_reduce_dict(dict);
     } catch (const MismatchError& error) {
-      EXPECT_NE(std::string(error.what()).find("accuracy"), std::string::npos) << error.what();
+      test::expect_contains(error.what(), "accuracy");
       EXPECT_EQ(dict["loss"].item<float>(), 1);
       throw;
     }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 
 /// What was made before this thread had a world takes part in the one that it has when it is used.
@@ -150,8 +151,8 @@ TEST(UnsetGroupTest, prints_what_it_is) {
   std::stringstream unset, given;
   unset << *SyncBatchNorm1d(3);
   given << *SyncBatchNorm1d(SyncBatchNormOptions(3).group(Group()));
-  EXPECT_NE(unset.str().find("group=default)"), std::string::npos) << unset.str();
-  EXPECT_NE(given.str().find("group=" + Group().name() + ")"), std::string::npos) << given.str();
+  test::expect_contains(unset.str(), "group=default)");
+  test::expect_contains(given.str(), "group=" + Group().name() + ")");
 }
 
 }  // namespace

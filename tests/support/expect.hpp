@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <exception>
+#include <initializer_list>
 #include <string>
 
 namespace lockstep::test {
@@ -22,6 +23,9 @@ std::string thrown(F call) {
 
 inline void expect_contains(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text << "\n  lacks: " << part;
+}
+inline void expect_contains(const std::string& text, std::initializer_list<std::string> parts) {
+  for (const std::string& part : parts) expect_contains(text, part);
 }
 
 }  // namespace lockstep::test
