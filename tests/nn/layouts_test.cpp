@@ -292,7 +292,7 @@ TEST(LayoutsTest, elements_of_takes_memory_that_is_the_values) {
 
 struct Holder : torch::nn::Module {
   explicit Holder(const Tensor& tensor) { register_buffer("tensor", tensor); }
-  const Tensor& tensor() const { return named_buffers()["tensor"]; }
+  Tensor tensor() const { return named_buffers()["tensor"]; }
 };
 
 TEST(LayoutsTest, of_buffers_in_sync) {
