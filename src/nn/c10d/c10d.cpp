@@ -1,3 +1,4 @@
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <netdb.h>
 #include <sys/socket.h>
@@ -162,13 +163,10 @@ std::shared_ptr<Wire> connect([[maybe_unused]] std::string_view backend,
   const auto start = Clock::now(), end = start + barrier.timeout;
   const StoreAddress at = store_address(barrier, world.rank);
   StorePtr whole, store;
-  struct Forget {
-    const StoreAddress& at;
-    bool has_joined = false;
-    ~Forget() {
-      if (!has_joined) forget_store(at);
-    }
-  } forget{at};
+  bool has_joined = false;
+  const auto forget = c10::make_scope_exit([&] {
+    if (!has_joined) forget_store(at);
+  });
   for (int attempt = 1; !store; ++attempt) {
     try {
       const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
@@ -204,7 +202,7 @@ std::shared_ptr<Wire> connect([[maybe_unused]] std::string_view backend,
 #ifdef LOCKSTEP_NCCL
     if (backend == "nccl") group = make_nccl(store, world, left);
 #endif
-    forget.has_joined = true;
+    has_joined = true;
     return Wire::make(std::move(group), whole);
   } catch (const Error&) {
     throw;

@@ -7,7 +7,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
-#include <exception>
 #include <future>
 #include <map>
 #include <memory>
@@ -31,33 +30,15 @@ constexpr milliseconds kSilence{50};
 /// The stores served by this process, by address, until it exits. Closing a store at the end of its
 /// world would reset the connections of ranks that join the next world early, and libtorch 1.13
 /// terminates a process whose own store thread sees such a reset (std::terminate).
-class ServedStores {
- public:
-  static StorePtr find(const StoreAddress& at) {
-    const std::lock_guard lock(mutex());
-    const auto found = stores().find(key(at));
-    return found == stores().end() ? StorePtr() : found->second;
-  }
-  static void keep(const StoreAddress& at, StorePtr store) {
-    const std::lock_guard lock(mutex());
-    stores().emplace(key(at), std::move(store));
-  }
-  static void forget(const StoreAddress& at) {
-    const std::lock_guard lock(mutex());
-    stores().erase(key(at));
-  }
-
- private:
-  static std::string key(const StoreAddress& at) { return fmt::format("{}:{}", at.host, at.port); }
-  static std::mutex& mutex() {
-    static auto* const mutex = new std::mutex;
-    return *mutex;
-  }
-  static std::map<std::string, StorePtr>& stores() {
-    static auto* const stores = new std::map<std::string, StorePtr>;  // no destructor at exit
-    return *stores;
-  }
+struct ServedStores {
+  std::mutex mutex;  // guards the map
+  std::map<std::string, StorePtr> by_address;
 };
+ServedStores& served_stores() {
+  static auto* const stores = new ServedStores;  // no destructor at exit
+  return *stores;
+}
+std::string key_of(const StoreAddress& at) { return fmt::format("{}:{}", at.host, at.port); }
 
 /// Throws if the listener sends unsolicited data, which no store does: a thread of libtorch 1.13
 /// would take it for a length and terminate the process.
@@ -86,7 +67,11 @@ bool has_agent_store() { return internal::variable("TORCHELASTIC_USE_AGENT_STORE
 
 bool serves_store(const internal::World& world) { return world.rank == 0 && !has_agent_store(); }
 
-void forget_store(const StoreAddress& at) { ServedStores::forget(at); }
+void forget_store(const StoreAddress& at) {
+  ServedStores& served = served_stores();
+  const std::lock_guard lock(served.mutex);
+  served.by_address.erase(key_of(at));
+}
 
 Addresses resolve(const StoreAddress& at, int socket_type) {
   addrinfo hints{};
@@ -99,8 +84,11 @@ Addresses resolve(const StoreAddress& at, int socket_type) {
 
 StorePtr connect_to_store(const StoreAddress& at, const internal::World& world,
                           milliseconds timeout) {
+  ServedStores& served = served_stores();
   if (serves_store(world)) {
-    if (StorePtr store = ServedStores::find(at)) return store;
+    const std::lock_guard lock(served.mutex);
+    const auto found = served.by_address.find(key_of(at));
+    if (found != served.by_address.end()) return found->second;
   } else {
     expect_silence(at, timeout);
   }
@@ -113,22 +101,20 @@ StorePtr connect_to_store(const StoreAddress& at, const internal::World& world,
   StorePtr store = c10::make_intrusive<c10d::TCPStore>(at.host, options);
   // An answer proves that this is a store with our protocol. If it is not, c10d waits forever, and
   // so does this thread.
-  auto hello = std::make_shared<std::promise<void>>();
-  auto answer = hello->get_future();
-  std::thread([store = store, hello]() mutable {
-    try {
-      store->add("lockstep/hello", 1);
-      store.reset();  // the port is free as soon as its user leaves
-      hello->set_value();
-    } catch (...) {
-      hello->set_exception(std::current_exception());
-    }
-  }).detach();
+  std::packaged_task<void()> hello([store = store]() mutable {
+    store->add("lockstep/hello", 1);
+    store.reset();  // the port is free as soon as its user leaves
+  });
+  auto answer = hello.get_future();
+  std::thread(std::move(hello)).detach();
   if (answer.wait_for(std::min(timeout, kPatience)) != std::future_status::ready) {
     throw std::runtime_error("the server there does not answer as a TCPStore does");
   }
   answer.get();
-  if (serves_store(world)) ServedStores::keep(at, store);
+  if (serves_store(world)) {
+    const std::lock_guard lock(served.mutex);
+    served.by_address.emplace(key_of(at), store);
+  }
   return store;
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -38,15 +39,22 @@ constexpr milliseconds kSlack{5000};
 /// its connections usable.
 constexpr std::size_t kOwnBytes = 64 << 10;
 
+/// Runs f, of which a failure is nobody's error: the call says why.
+template <class F>
+void ignoring_errors(const F& f) noexcept {
+  try {
+    f();
+  } catch (...) {
+  }
+}
+
 /// Of a group that nobody else has. NCCL wants to be told that its end is meant; older libtorches
 /// have no way to.
 template <class ProcessGroup>
 void end(ProcessGroup& group, bool has_failed) noexcept {
   if constexpr (requires { group.shutdown(), group.abort(); }) {
-    try {
-      has_failed ? group.abort() : group.shutdown();
-    } catch (...) {  // it ends with its last reference
-    }
+    // It ends with its last reference anyway.
+    ignoring_errors([&] { has_failed ? group.abort() : group.shutdown(); });
   }
 }
 
@@ -96,10 +104,8 @@ Wire::~Wire() {
   control_.request_stop();
   {
     const std::lock_guard lock(mutex_);
-    try {
-      if (listening_) listening_->abort();
-    } catch (...) {  // a process group that cannot abort has no control thread either
-    }
+    // A process group that cannot abort has no control thread either.
+    if (listening_) abort(listening_.get());
   }
   control_.join();
   timer_.request_stop();
@@ -142,10 +148,8 @@ void Wire::start(Wait& wait) {
 }
 
 void Wire::abort(c10d::Work* work) noexcept {
-  try {
-    work->abort();
-  } catch (...) {  // not abortable: the process group's own limit ends it, kSlack later
-  }
+  // If it is not abortable, the process group's own limit ends it, kSlack later.
+  ignoring_errors([&] { work->abort(); });
 }
 
 void Wire::abort(const Works& works) noexcept {
@@ -212,7 +216,8 @@ void Wire::finish(Wait& wait, std::span<Transfer> transfers) noexcept {
 void Wire::send_control(int channel, const ControlMessage& message,
                         std::span<const int> to) noexcept {
   if (is_forked_child()) return;
-  try {
+  // Without memory the peers see the closed connection or their timeout.
+  ignoring_errors([&] {
     if (message.kind ==
         ControlMessage::Kind::failure) {  // another thread of this rank may be waiting
       const std::lock_guard lock(mutex_);
@@ -233,16 +238,13 @@ void Wire::send_control(int channel, const ControlMessage& message,
     for (const int peer : to) {
       if (peer == rank()) continue;
       std::vector<at::Tensor> tensors{tensor_of(bytes.get(), bytes->n_bytes())};
-      try {
-        sent.works.push_back(group_->send(tensors, peer, kControlTag));
-      } catch (...) {  // the peer is gone too
-      }
+      // The peer may be gone too.
+      ignoring_errors([&] { sent.works.push_back(group_->send(tensors, peer, kControlTag)); });
     }
     sent.bytes = std::move(bytes);
     const std::lock_guard lock(mutex_);
     sent_.push_back(std::move(sent));
-  } catch (...) {  // no memory: the peers see the closed connection or their timeout
-  }
+  });
   if (message.kind == ControlMessage::Kind::departure) flush();
 }
 
@@ -266,16 +268,12 @@ void Wire::flush() noexcept {
   }
   for (Sent& sent : all) {
     Wait wait{kControlTag, sent.deadline, std::move(sent.works), {}};  // ended by the timer alone
-    try {
+    ignoring_errors([&] {
       start(wait);
       for (std::size_t i = 0; i < wait.works.size(); ++i) {
-        try {
-          wait_for(wait, i);
-        } catch (...) {
-        }
+        ignoring_errors([&] { wait_for(wait, i); });  // of a peer that is gone
       }
-    } catch (...) {
-    }
+    });
     finish(wait, {});
   }
 }
@@ -289,13 +287,10 @@ void Wire::listen_to_any(const std::stop_token& stop) {
   const auto bytes = std::make_unique<ControlBytes>();
   // An aborted receive stays posted, and a leaving peer's message would be written to the buffer:
   // the work must be destroyed before it.
-  struct StopReceiving {
-    Wire& wire;
-    ~StopReceiving() {
-      const std::lock_guard lock(wire.mutex_);
-      wire.listening_.reset();
-    }
-  } const stop_receiving{*this};
+  const auto stop_receiving = c10::make_scope_exit([this] {
+    const std::lock_guard lock(mutex_);
+    listening_.reset();
+  });
   std::vector<at::Tensor> tensors{tensor_of(bytes.get(), sizeof(ControlBytes))};
   int n_lost = 0;
   while (!stop.stop_requested()) {
