@@ -24,39 +24,22 @@ namespace detail {
 struct OptimizerClass;
 struct ShardedState;
 
-/// The options of an optimizer class of libtorch with elementwise updates; those of any for
-/// another.
+/// Of the optimizer classes of libtorch with elementwise updates, their options; of any other,
+/// those of all. Not defined.
 template <class Optimizer>
-struct ElementwiseOptions {
-  using type = torch::optim::OptimizerOptions;
-};
-template <>
-struct ElementwiseOptions<torch::optim::SGD> {
-  using type = torch::optim::SGDOptions;
-};
-template <>
-struct ElementwiseOptions<torch::optim::Adam> {
-  using type = torch::optim::AdamOptions;
-};
-template <>
-struct ElementwiseOptions<torch::optim::AdamW> {
-  using type = torch::optim::AdamWOptions;
-};
-template <>
-struct ElementwiseOptions<torch::optim::RMSprop> {
-  using type = torch::optim::RMSpropOptions;
-};
-template <>
-struct ElementwiseOptions<torch::optim::Adagrad> {
-  using type = torch::optim::AdagradOptions;
-};
+torch::optim::OptimizerOptions options_of(std::type_identity<Optimizer>);
+torch::optim::SGDOptions options_of(std::type_identity<torch::optim::SGD>);
+torch::optim::AdamOptions options_of(std::type_identity<torch::optim::Adam>);
+torch::optim::AdamWOptions options_of(std::type_identity<torch::optim::AdamW>);
+torch::optim::RMSpropOptions options_of(std::type_identity<torch::optim::RMSprop>);
+torch::optim::AdagradOptions options_of(std::type_identity<torch::optim::Adagrad>);
 
-const OptimizerClass& class_of(const torch::optim::SGD*);
-const OptimizerClass& class_of(const torch::optim::Adam*);
-const OptimizerClass& class_of(const torch::optim::AdamW*);
-const OptimizerClass& class_of(const torch::optim::RMSprop*);
-const OptimizerClass& class_of(const torch::optim::Adagrad*);
-const OptimizerClass& class_of(const void*);  // not defined: there is an error already
+template <class Optimizer>
+using ElementwiseOptions = decltype(options_of(std::type_identity<Optimizer>()));
+
+/// Defined for those with elementwise updates.
+template <class Optimizer>
+const OptimizerClass& class_of();
 }  // namespace detail
 
 /// What a ZeroRedundancyOptimizer is, whatever its class.
@@ -141,7 +124,7 @@ class ZeroRedundancyOptimizerBase : public torch::optim::Optimizer {
 template <class Plain>
 class ZeroRedundancyOptimizer final : public ZeroRedundancyOptimizerBase {
  public:
-  using Options = typename detail::ElementwiseOptions<Plain>::type;
+  using Options = detail::ElementwiseOptions<Plain>;
   static_assert(!std::is_same_v<Options, torch::optim::OptimizerOptions>,
                 "lockstep: ZeroRedundancyOptimizer takes torch::optim::SGD, Adam, AdamW, RMSprop "
                 "and Adagrad, whose updates are elementwise: use any other optimizer as it is");
@@ -157,8 +140,7 @@ class ZeroRedundancyOptimizer final : public ZeroRedundancyOptimizerBase {
                                    const Group& group = default_group(),
                                    std::source_location where = std::source_location::current())
       : ZeroRedundancyOptimizerBase(std::move(groups), std::make_unique<Options>(defaults),
-                                    detail::class_of(static_cast<const Plain*>(nullptr)), group,
-                                    where) {}
+                                    detail::class_of<Plain>(), group, where) {}
   explicit ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {},
                                    const Group& group = default_group(),
                                    std::source_location where = std::source_location::current())

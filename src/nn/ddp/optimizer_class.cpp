@@ -18,7 +18,6 @@ template <>
 struct Parts<torch::optim::SGD> {
   using State = torch::optim::SGDParamState;
   static std::vector<Tensor*> tensors(State& s) { return {&s.momentum_buffer()}; }
-  static std::int64_t* step(State& /*s*/) { return nullptr; }
   static Values values(const torch::optim::SGDOptions& o) {
     return {{"lr", o.lr()},
             {"momentum", o.momentum()},
@@ -34,7 +33,6 @@ struct PartsOfAdam {
   static std::vector<Tensor*> tensors(State& s) {
     return {&s.exp_avg(), &s.exp_avg_sq(), &s.max_exp_avg_sq()};
   }
-  static std::int64_t* step(State& s) { return &s.step(); }
   static Values values(const OptionsOfAdam& o) {
     return {{"lr", o.lr()},   {"beta1", std::get<0>(o.betas())},  {"beta2", std::get<1>(o.betas())},
             {"eps", o.eps()}, {"weight_decay", o.weight_decay()}, {"amsgrad", o.amsgrad() ? 1 : 0}};
@@ -53,7 +51,6 @@ struct Parts<torch::optim::RMSprop> {
   static std::vector<Tensor*> tensors(State& s) {
     return {&s.square_avg(), &s.momentum_buffer(), &s.grad_avg()};
   }
-  static std::int64_t* step(State& s) { return &s.step(); }
   static Values values(const torch::optim::RMSpropOptions& o) {
     return {{"lr", o.lr()},
             {"alpha", o.alpha()},
@@ -68,7 +65,6 @@ template <>
 struct Parts<torch::optim::Adagrad> {
   using State = torch::optim::AdagradParamState;
   static std::vector<Tensor*> tensors(State& s) { return {&s.sum()}; }
-  static std::int64_t* step(State& s) { return &s.step(); }
   static Values values(const torch::optim::AdagradOptions& o) {
     return {{"lr", o.lr()},
             {"lr_decay", o.lr_decay()},
@@ -80,8 +76,9 @@ struct Parts<torch::optim::Adagrad> {
 
 template <class Class>
 struct Functions {
-  using Options = typename ElementwiseOptions<Class>::type;
+  using Options = ElementwiseOptions<Class>;
   using State = typename Parts<Class>::State;
+  static constexpr bool kCountsSteps = requires(State & state) { state.step(); };
 
   static std::unique_ptr<Optimizer> make(std::vector<Tensor> parameters,
                                          const OptimizerOptions& defaults) {
@@ -93,14 +90,14 @@ struct Functions {
     State state = static_cast<const State&>(*found);
     ElementState result;
     for (const Tensor* tensor : Parts<Class>::tensors(state)) result.tensors.push_back(*tensor);
-    if (const auto* const step = Parts<Class>::step(state)) result.step = *step;
+    if constexpr (kCountsSteps) result.step = state.step();
     return result;
   }
   static void set_state(Optimizer& optimizer, const Tensor& parameter, const ElementState& from) {
     auto state = std::make_unique<State>();
     const auto tensors = Parts<Class>::tensors(*state);
     for (std::size_t i = 0; i < tensors.size(); ++i) *tensors[i] = from.tensors.at(i);
-    if (auto* const step = Parts<Class>::step(*state)) *step = from.step;
+    if constexpr (kCountsSteps) state->step(from.step);
     optimizer.state()[key_of_state(parameter)] = std::move(state);
   }
   static Values values(const OptimizerOptions& options) {
@@ -108,29 +105,18 @@ struct Functions {
   }
 };
 
+}  // namespace
+
 template <class Class>
-const OptimizerClass& class_with_functions() {
+const OptimizerClass& class_of() {
   using F = Functions<Class>;
   static constexpr OptimizerClass kClass{F::make, F::state_of, F::set_state, F::values};
   return kClass;
 }
-
-}  // namespace
-
-const OptimizerClass& class_of(const torch::optim::SGD* /*class*/) {
-  return class_with_functions<torch::optim::SGD>();
-}
-const OptimizerClass& class_of(const torch::optim::Adam* /*class*/) {
-  return class_with_functions<torch::optim::Adam>();
-}
-const OptimizerClass& class_of(const torch::optim::AdamW* /*class*/) {
-  return class_with_functions<torch::optim::AdamW>();
-}
-const OptimizerClass& class_of(const torch::optim::RMSprop* /*class*/) {
-  return class_with_functions<torch::optim::RMSprop>();
-}
-const OptimizerClass& class_of(const torch::optim::Adagrad* /*class*/) {
-  return class_with_functions<torch::optim::Adagrad>();
-}
+template const OptimizerClass& class_of<torch::optim::SGD>();
+template const OptimizerClass& class_of<torch::optim::Adam>();
+template const OptimizerClass& class_of<torch::optim::AdamW>();
+template const OptimizerClass& class_of<torch::optim::RMSprop>();
+template const OptimizerClass& class_of<torch::optim::Adagrad>();
 
 }  // namespace lockstep::nn::detail
