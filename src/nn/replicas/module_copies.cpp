@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/Type.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/variable.h>
@@ -47,21 +48,6 @@ void renew_buffer(const Tensor& mine, const Tensor& original, const at::Device& 
                                        /*copy=*/true));
   }
 }
-
-struct RandomStateGuard {
-  RandomStateGuard() : generator(at::detail::getDefaultCPUGenerator()) {
-    const std::lock_guard lock(generator.mutex());
-    state = generator.get_state();
-  }
-  ~RandomStateGuard() {
-    const std::lock_guard lock(generator.mutex());
-    generator.set_state(state);
-  }
-  RandomStateGuard(const RandomStateGuard&) = delete;
-  RandomStateGuard& operator=(const RandomStateGuard&) = delete;
-  at::Generator generator;
-  Tensor state;
-};
 
 /// Adds the tensors of a Layer, or of a class derived from it; false for other modules.
 template <class Layer>
@@ -211,10 +197,18 @@ ModuleCopies::Copy ModuleCopies::make_copy(const std::vector<ModulePtr>& modules
                                            const std::vector<Identity>& parameters,
                                            const std::vector<Identity>& buffers) const {
   Copy copy;
+  // clone() draws initial values only to overwrite them: keep the random numbers that training
+  // would otherwise draw.
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const Tensor state = [&] {
+    const std::lock_guard lock(generator.mutex());
+    return generator.get_state();
+  }();
+  const auto keep_random_numbers = c10::make_scope_exit([&] {
+    const std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  });
   try {
-    // clone() draws initial values only to overwrite them: keep the random numbers that training
-    // would otherwise draw.
-    const RandomStateGuard random_state_guard;
     copy.module = module_->clone();
   } catch (const c10::Error& error) {
     throw data_parallel_error(

@@ -58,10 +58,17 @@ bool is_derived_from(const Module& module) {
   return !is_exactly<From...>(module) && ((dynamic_cast<const From*>(&module) != nullptr) || ...);
 }
 
+/// The layers by their dimensions.
+template <class... Layers>
+struct Types {};
+using BatchNorms =
+    Types<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>;
+using SyncBatchNorms = Types<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>;
+
 /// How a BatchNorm would differ from this SyncBatchNorm in training, or "". In eval mode they are
 /// equal.
 template <class... Sync>
-std::string difference_from_batch_norm(const Module& module) {
+std::string difference_from_batch_norm(const Module& module, Types<Sync...> /*types*/) {
   std::string option;
   const auto check_layer = [&](const auto* layer) {
     if (layer == nullptr || !layer->is_training()) return;
@@ -85,6 +92,21 @@ bool replace_as(const Module& module, const Options& options, torch::nn::AnyModu
   const auto& from = dynamic_cast<const From&>(module);
   result = move_state_to(from, std::make_shared<To>(options(from)));
   return true;
+}
+
+/// options: those of the replacement, from the module that it replaces.
+template <class... From, class... To, class Options>
+Conversion conversion(const char* operation, const char* advice, Types<From...> /*from*/,
+                      Types<To...> /*to*/, const Options& options) {
+  return {.operation = operation,
+          .advice = advice,
+          .matches = is_exactly<From...>,
+          .is_derived = is_derived_from<From...>,
+          .replace = [options](const Module& from) {
+            torch::nn::AnyModule to;
+            (void)(replace_as<From, To>(from, options, to) || ...);
+            return to;
+          }};
 }
 
 /// One slot of a container that holds a module to be replaced.
@@ -211,27 +233,18 @@ ModulePtr convert(const ModulePtr& module, const Conversion& conversion,
 std::shared_ptr<Module> convert_sync_batchnorm(const std::shared_ptr<Module>& module,
                                                std::optional<Group> group,
                                                std::source_location where) {
-  using torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl;
   const auto options = [&group, where](const auto& from) {
     return SyncBatchNormOptions(from.options, group, where);
   };
-  auto converted =
-      convert(module,
-              {"convert_sync_batchnorm",
-               "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict); or make it a "
-               "lockstep::nn::SyncBatchNorm2d member (1d, 3d), which has the same state; or leave "
-               "the module "
-               "as it is and call its forward inside a lockstep::nn::SyncBatchNormScope",
-               is_exactly<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
-               is_derived_from<BatchNorm1dImpl, BatchNorm2dImpl, BatchNorm3dImpl>,
-               [&options](const Module& from) {
-                 torch::nn::AnyModule to;
-                 (void)(replace_as<BatchNorm1dImpl, SyncBatchNorm1dImpl>(from, options, to) ||
-                        replace_as<BatchNorm2dImpl, SyncBatchNorm2dImpl>(from, options, to) ||
-                        replace_as<BatchNorm3dImpl, SyncBatchNorm3dImpl>(from, options, to));
-                 return to;
-               }},
-              where);
+  constexpr const char* kAdvice =
+      "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict); or make it a "
+      "lockstep::nn::SyncBatchNorm2d member (1d, 3d), which has the same state; or leave the "
+      "module "
+      "as it is and call its forward inside a lockstep::nn::SyncBatchNormScope";
+  auto converted = convert(
+      module,
+      conversion("convert_sync_batchnorm", kAdvice, BatchNorms(), SyncBatchNorms(), options),
+      where);
   detail::name_layers(*converted, detail::Naming::on_all_ranks);
   for (const auto& layer : converted->modules()) {
     if (auto* const own = dynamic_cast<detail::NamedLayer*>(layer.get())) own->set_group(group);
@@ -241,24 +254,16 @@ std::shared_ptr<Module> convert_sync_batchnorm(const std::shared_ptr<Module>& mo
 
 std::shared_ptr<Module> revert_sync_batchnorm(const std::shared_ptr<Module>& module,
                                               std::source_location where) {
-  using torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl;
-  const auto options = [](const auto& from) { return from.options.without_group(); };
-  return convert(
-      module,
-      {"revert_sync_batchnorm",
-       "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict), or make it a "
-       "torch::nn::BatchNorm member, which has the same state",
-       is_exactly<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
-       is_derived_from<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>,
-       [&options](const Module& from) {
-         torch::nn::AnyModule to;
-         (void)(replace_as<SyncBatchNorm1dImpl, BatchNorm1dImpl>(from, options, to) ||
-                replace_as<SyncBatchNorm2dImpl, BatchNorm2dImpl>(from, options, to) ||
-                replace_as<SyncBatchNorm3dImpl, BatchNorm3dImpl>(from, options, to));
-         return to;
-       },
-       difference_from_batch_norm<SyncBatchNorm1dImpl, SyncBatchNorm2dImpl, SyncBatchNorm3dImpl>},
-      where);
+  constexpr const char* kAdvice =
+      "Hold it in a torch::nn::Sequential (or ModuleList, ModuleDict), or make it a "
+      "torch::nn::BatchNorm member, which has the same state";
+  Conversion reversion =
+      conversion("revert_sync_batchnorm", kAdvice, SyncBatchNorms(), BatchNorms(),
+                 [](const auto& from) { return from.options.without_group(); });
+  reversion.difference = [](const Module& from) {
+    return difference_from_batch_norm(from, SyncBatchNorms());
+  };
+  return convert(module, reversion, where);
 }
 
 }  // namespace lockstep::nn
