@@ -204,10 +204,11 @@ std::vector<at::Tensor> tensors_of(const T& tree) {
 
 using TensorsOfTrees = std::vector<std::vector<at::Tensor>>;
 
-template <class T>
-TensorsOfTrees tensors_of_each(const std::vector<T>& trees) {
+/// What f makes of each.
+template <class Range, class F>
+TensorsOfTrees map_to_tensors(const Range& values, const F& f) {
   TensorsOfTrees result;
-  for (const T& tree : trees) result.push_back(tensors_of(tree));
+  for (const auto& value : values) result.push_back(f(value));
   return result;
 }
 /// Transposes parts per rank to parts per tensor. Throws UsageError unless there is one part per
@@ -225,6 +226,20 @@ void reduce_each(const std::vector<at::Tensor>& tensors, int dst, ReduceOp op, c
 /// those of `parts` that share memory with one of them by copies. src: of recv.
 void separate(const char* operation, const std::vector<at::Tensor>& results, TensorsOfTrees& parts,
               const Group& group, std::source_location where, int src = -1);
+/// The parts of a scatter or reduce_scatter by tensor, apart from those of data; none: they are not
+/// used here.
+template <class T>
+TensorsOfTrees separate_parts(const char* operation, const T& data, const std::vector<T>& parts,
+                              bool are_used, const Group& group, std::source_location where) {
+  const auto mine = tensors_of(data);
+  TensorsOfTrees by_tensor(mine.size());
+  if (are_used) {
+    by_tensor =
+        parts_by_tensor(operation, map_to_tensors(parts, tensors_of<T>), mine, group, where);
+  }
+  separate(operation, mine, by_tensor, group, where);
+  return by_tensor;
+}
 /// The i-th tensor of the r-th tree <- by_tensor[i][r].
 template <class T>
 std::vector<T> with_tensors(std::vector<T> trees, const TensorsOfTrees& by_tensor) {
@@ -263,10 +278,9 @@ void broadcast(T& data, int src = 0, const Group& group = default_group(), Timeo
 template <TensorTree T>
 std::vector<T> all_gather(const T& data, const Group& group = default_group(), Timeout timeout = {},
                           std::source_location where = std::source_location::current()) {
-  detail::TensorsOfTrees gathered;
-  for (const at::Tensor& tensor : detail::tensors_of(data)) {
-    gathered.push_back(all_gather(tensor, group, timeout, where));
-  }
+  const auto gathered = detail::map_to_tensors(detail::tensors_of(data), [&](const at::Tensor& t) {
+    return all_gather(t, group, timeout, where);
+  });
   return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
                               gathered);
 }
@@ -275,10 +289,9 @@ template <TensorTree T>
 std::vector<T> gather(const T& data, int dst = 0, const Group& group = default_group(),
                       Timeout timeout = {},
                       std::source_location where = std::source_location::current()) {
-  detail::TensorsOfTrees gathered;
-  for (const at::Tensor& tensor : detail::tensors_of(data)) {
-    gathered.push_back(gather(tensor, dst, group, timeout, where));
-  }
+  const auto gathered = detail::map_to_tensors(detail::tensors_of(data), [&](const at::Tensor& t) {
+    return gather(t, dst, group, timeout, where);
+  });
   if (group.rank() != dst) return {};
   return detail::with_tensors(std::vector<T>(static_cast<std::size_t>(group.size()), data),
                               gathered);
@@ -288,13 +301,8 @@ template <TensorTree T>
 void scatter(T& data, const std::vector<T>& parts, int src = 0,
              const Group& group = default_group(), Timeout timeout = {},
              std::source_location where = std::source_location::current()) {
-  const auto mine = detail::tensors_of(data);
-  detail::TensorsOfTrees by_tensor(mine.size());
-  if (group.rank() == src) {
-    by_tensor =
-        detail::parts_by_tensor("scatter", detail::tensors_of_each(parts), mine, group, where);
-  }
-  detail::separate("scatter", mine, by_tensor, group, where);
+  const auto by_tensor = detail::separate_parts("scatter", data, parts,
+                                                /*are_used=*/group.rank() == src, group, where);
   auto next = by_tensor.begin();
   detail::for_each_tensor(data,
                           [&](at::Tensor& t) { scatter(t, *next++, src, group, timeout, where); });
@@ -304,10 +312,8 @@ template <TensorTree T>
 void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp::sum,
                     const Group& group = default_group(), Timeout timeout = {},
                     std::source_location where = std::source_location::current()) {
-  const auto mine = detail::tensors_of(data);
-  auto by_tensor =
-      detail::parts_by_tensor("reduce_scatter", detail::tensors_of_each(parts), mine, group, where);
-  detail::separate("reduce_scatter", mine, by_tensor, group, where);
+  const auto by_tensor =
+      detail::separate_parts("reduce_scatter", data, parts, /*are_used=*/true, group, where);
   auto next = by_tensor.begin();
   detail::for_each_tensor(
       data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, timeout, where); });
@@ -317,13 +323,12 @@ template <TensorTree T>
 std::vector<T> all_to_all(const std::vector<T>& parts, const Group& group = default_group(),
                           Timeout timeout = {},
                           std::source_location where = std::source_location::current()) {
-  const auto mine = detail::tensors_of_each(parts);
-  detail::TensorsOfTrees received;
-  for (const auto& of_tensor : detail::parts_by_tensor(
-           "all_to_all", mine, mine.empty() ? std::vector<at::Tensor>() : mine[0], group, where)) {
-    received.push_back(all_to_all(of_tensor, group, timeout, where));
-  }
-  return detail::with_tensors(parts, received);
+  const auto mine = detail::map_to_tensors(parts, detail::tensors_of<T>);
+  const auto by_tensor = detail::parts_by_tensor(
+      "all_to_all", mine, mine.empty() ? std::vector<at::Tensor>() : mine[0], group, where);
+  return detail::with_tensors(parts, detail::map_to_tensors(by_tensor, [&](const auto& of_tensor) {
+                                return all_to_all(of_tensor, group, timeout, where);
+                              }));
 }
 template <TensorTree T>
 void send(const T& data, int dst, const Group& group = default_group(), Timeout timeout = {},
