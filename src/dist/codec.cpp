@@ -3,6 +3,8 @@
 #include <lockstep/detail/codec.hpp>
 #include <new>
 
+#include "base/hash.hpp"
+
 namespace lockstep::detail {
 
 void Bytes::grow(std::size_t n_bytes) {
@@ -76,23 +78,7 @@ void Reader::throw_truncated() { throw DecodeError("it ends too early"); }
 // --- messages -----------------------------------------------------------------------------------
 
 std::uint64_t checksum(std::span<const std::byte> bytes) noexcept {
-  // Each step is a bijection of the state, so any change of a single word is detected. (FNV-1a over
-  // words: the network's own checksums guard against larger errors.)
-  constexpr std::uint64_t kPrime = 0x100000001b3;
-  std::uint64_t state = 0xcbf29ce484222325 ^ bytes.size();
-  const std::byte* data = bytes.data();
-  std::size_t n_left = bytes.size();
-  for (; n_left >= 8; n_left -= 8, data += 8) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, data, 8);
-    state = std::rotl((state ^ word) * kPrime, 29);
-  }
-  if (n_left > 0) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, data, n_left);
-    state = (state ^ word) * kPrime;
-  }
-  return state;
+  return base::hash_of_bytes(bytes.data(), bytes.size());
 }
 
 std::uint64_t fingerprint(const std::type_info& type) noexcept {

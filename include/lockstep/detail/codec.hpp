@@ -208,7 +208,7 @@ enum class ObjectOp : std::uint8_t {
 /// Precedes the bytes of every message and describes them.
 struct MessageHeader {
   static constexpr std::uint32_t kMagic = 0x6f4b534c;  // "LSKo"
-  static constexpr std::uint16_t kVersion = 1;
+  static constexpr std::uint16_t kVersion = 2;
 
   std::uint32_t magic = kMagic;
   std::uint16_t version = kVersion;

@@ -94,6 +94,9 @@ T number_as(const Number& number) {
 }
 }  // namespace detail
 
+/// What a part of a training is: a letter in its file.
+enum class PartKind : char { module = 'm', optimizer = 'o', number = 'n', object = 's' };
+
 /// A reference to a part of the training state: a module (or a ModuleHolder or shared_ptr to one,
 /// or a DistributedDataParallel), an optimizer, a number (such as the epoch), or any object with
 /// save(OutputArchive&) and load(InputArchive&), such as a sampler.
@@ -104,13 +107,13 @@ class TrainingPart {
     using Out = torch::serialize::OutputArchive;
     using In = torch::serialize::InputArchive;
     if constexpr (std::is_arithmetic_v<T>) {
-      kind_ = 'n';
+      kind_ = PartKind::number;
       save_ = [&part](Out& to) { detail::save_number(detail::number_of(part), to); };
       load_ = [&part](In& from) {
         part = detail::number_as<T>(detail::load_number(from, std::is_unsigned_v<T>));
       };
     } else if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
-      kind_ = 'o';
+      kind_ = PartKind::optimizer;
       optimizer_ = &part;
       save_ = [&part](Out& to) { detail::save_optimizer(part, to); };
       load_ = [&part](In& from) { detail::load_optimizer(part, from); };
@@ -119,13 +122,13 @@ class TrainingPart {
                            part.load(from);
                          }) {
       if constexpr (std::derived_from<T, torch::nn::Module>) {
-        kind_ = 'm';
+        kind_ = PartKind::module;
         module_ = &part;
       }
       save_ = [&part](Out& to) { part.save(to); };
       load_ = [&part](In& from) { part.load(from); };
     } else if constexpr (detail::HasModule<T>) {
-      kind_ = 'm';
+      kind_ = PartKind::module;
       module_ = &detail::module_of(part);
       save_ = [&part](Out& to) { detail::module_of(part).save(to); };
       load_ = [&part](In& from) {
@@ -139,7 +142,7 @@ class TrainingPart {
                     "an nn::SavedScheduler of a learning rate scheduler");
     }
   }
-  char kind() const { return kind_; }
+  PartKind kind() const { return kind_; }
   /// Null if it is not one.
   const torch::nn::Module* module() const { return module_; }
   const torch::optim::Optimizer* optimizer() const { return optimizer_; }
@@ -147,7 +150,7 @@ class TrainingPart {
   void load(torch::serialize::InputArchive& from) const { load_(from); }
 
  private:
-  char kind_ = 's';
+  PartKind kind_ = PartKind::object;
   const torch::nn::Module* module_ = nullptr;
   const torch::optim::Optimizer* optimizer_ = nullptr;
   std::function<void(torch::serialize::OutputArchive&)> save_;

@@ -76,23 +76,37 @@ struct JoinOptions {
 };
 
 namespace detail {
-class Reducer;
-std::shared_ptr<Reducer> make_reducer(torch::nn::Module& module,
-                                      const DistributedDataParallelOptions& options,
-                                      std::source_location where);
-/// `where`: the source line of the forward call, if known. Returns the guard of the module's
-/// forward, if it needs one.
-std::optional<lockstep::detail::Collective> before_forward(
-    Reducer& reducer, const std::optional<std::source_location>& where);
-/// Adds hooks to the outputs of a forward. Call only if wants_outputs().
-void after_forward(Reducer& reducer, const std::vector<at::Tensor>& outputs);
-bool wants_outputs(const Reducer& reducer);
-/// `shadow`: repeats the last forward with 0 samples.
-void set_shadow(Reducer& reducer, std::function<at::Tensor()> shadow);
-bool wants_shadow(const Reducer& reducer);
-/// `example`: a forward with 0 samples, for this join only; may be empty.
-void join(Reducer& reducer, const std::function<void()>& body, const JoinOptions& options,
-          std::function<at::Tensor()> example, std::source_location where);
+/// What is done around the forwards of a module whose gradients are averaged.
+class Synchroniser {
+ public:
+  virtual ~Synchroniser() = default;
+  /// `where`: the source line of the forward call, if known. Returns the guard of the module's
+  /// forward, if a backward with messages follows it on the other ranks: a forward that throws is
+  /// then a refused call.
+  virtual std::optional<lockstep::detail::Collective> before_forward(
+      const std::optional<std::source_location>& where) = 0;
+  virtual bool wants_outputs() const = 0;
+  /// Adds hooks to the outputs of a forward. Call only if wants_outputs().
+  virtual void after_forward(const std::vector<at::Tensor>& outputs) = 0;
+  virtual bool wants_shadow() const = 0;
+  /// `shadow`: repeats the last forward with 0 samples.
+  virtual void set_shadow(std::function<at::Tensor()> shadow) = 0;
+  /// One guard more, or less.
+  virtual void add_no_sync(int n) = 0;
+  /// `example`: a forward with 0 samples, for this join only; may be empty.
+  virtual void join(const std::function<void()>& body, const JoinOptions& options,
+                    std::function<at::Tensor()> example, std::source_location where) = 0;
+};
+std::shared_ptr<Synchroniser> make_synchroniser(torch::nn::Module& module,
+                                                const DistributedDataParallelOptions& options,
+                                                std::source_location where);
+
+/// In place of an argument of forward that is not given.
+struct NoArgument {
+  explicit NoArgument() = default;  // not of {}
+};
+template <class T>
+inline constexpr bool kIsGiven = !std::same_as<std::remove_cvref_t<T>, NoArgument>;
 
 /// What DistributedDataParallel makes a module of.
 template <class T>
@@ -132,13 +146,15 @@ T without_samples(T value) {
 /// backward only accumulates gradients on this rank.
 class NoSync {
  public:
-  explicit NoSync(std::shared_ptr<detail::Reducer> reducer);
-  ~NoSync();
+  explicit NoSync(std::shared_ptr<detail::Synchroniser> of) : of_(std::move(of)) {
+    of_->add_no_sync(1);
+  }
+  ~NoSync() { of_->add_no_sync(-1); }
   NoSync(const NoSync&) = delete;
   NoSync& operator=(const NoSync&) = delete;
 
  private:
-  std::shared_ptr<detail::Reducer> reducer_;
+  std::shared_ptr<detail::Synchroniser> of_;
 };
 
 /// Wraps a module (a ModuleHolder or a shared_ptr) and averages its gradients over the ranks. Also
@@ -199,56 +215,45 @@ class DistributedDataParallel {
  public:
   explicit DistributedDataParallel(M module, const DistributedDataParallelOptions& options = {},
                                    Where where = Where::current())
-      : module_(std::move(module)), reducer_(detail::make_reducer(*module_, options, where)) {}
+      : module_(std::move(module)),
+        synchroniser_(detail::make_synchroniser(*module_, options, where)) {}
   /// Of a torch::jit::Module, or of parameters: M is ScriptModule or Parameters.
   template <class T>
   requires(detail::kIsNoModule<T>) explicit DistributedDataParallel(
       const T& wrapped, const DistributedDataParallelOptions& options = {},
       Where where = Where::current())
       : module_(detail::collectively(options, where, [&] { return M(wrapped); })),
-        reducer_(detail::make_reducer(*module_, options, where)) {}
+        synchroniser_(detail::make_synchroniser(*module_, options, where)) {}
 
-  /// The module's forward. A parameter pack cannot be followed by a defaulted `where`, so there is
-  /// one overload for each number of arguments up to four.
-  decltype(auto) forward(Where where = Where::current()) { return forward_at(where); }
-  template <class A>
-  decltype(auto) forward(A&& a, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a));
-  }
-  template <class A, class B>
-  decltype(auto) forward(A&& a, B&& b, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a), std::forward<B>(b));
-  }
-  template <class A, class B, class C>
-  decltype(auto) forward(A&& a, B&& b, C&& c, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c));
-  }
-  template <class A, class B, class C, class D>
-  decltype(auto) forward(A&& a, B&& b, C&& c, D&& d, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c),
-                      std::forward<D>(d));
+  /// The module's forward. A parameter pack cannot be followed by a defaulted `where`, so up to
+  /// four arguments have parameters of their own.
+  template <class A = detail::NoArgument, class B = detail::NoArgument,
+            class C = detail::NoArgument, class D = detail::NoArgument>
+  decltype(auto) forward(A&& a = A(), B&& b = B(), C&& c = C(), D&& d = D(),
+                         Where where = Where::current()) {
+    if constexpr (detail::kIsGiven<D>) {
+      return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c),
+                        std::forward<D>(d));
+    } else if constexpr (detail::kIsGiven<C>) {
+      return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c));
+    } else if constexpr (detail::kIsGiven<B>) {
+      return forward_at(where, std::forward<A>(a), std::forward<B>(b));
+    } else if constexpr (detail::kIsGiven<A>) {
+      return forward_at(where, std::forward<A>(a));
+    } else {
+      return forward_at(where);
+    }
   }
   template <class... Args>
   requires(sizeof...(Args) > 4) decltype(auto) forward(Args&&... args) {
     return forward_at(std::nullopt, std::forward<Args>(args)...);
   }
-  decltype(auto) operator()(Where where = Where::current()) { return forward_at(where); }
-  template <class A>
-  decltype(auto) operator()(A&& a, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a));
-  }
-  template <class A, class B>
-  decltype(auto) operator()(A&& a, B&& b, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a), std::forward<B>(b));
-  }
-  template <class A, class B, class C>
-  decltype(auto) operator()(A&& a, B&& b, C&& c, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c));
-  }
-  template <class A, class B, class C, class D>
-  decltype(auto) operator()(A&& a, B&& b, C&& c, D&& d, Where where = Where::current()) {
-    return forward_at(where, std::forward<A>(a), std::forward<B>(b), std::forward<C>(c),
-                      std::forward<D>(d));
+  template <class A = detail::NoArgument, class B = detail::NoArgument,
+            class C = detail::NoArgument, class D = detail::NoArgument>
+  decltype(auto) operator()(A&& a = A(), B&& b = B(), C&& c = C(), D&& d = D(),
+                            Where where = Where::current()) {
+    return forward(std::forward<A>(a), std::forward<B>(b), std::forward<C>(c), std::forward<D>(d),
+                   where);
   }
   template <class... Args>
   requires(sizeof...(Args) > 4) decltype(auto) operator()(Args&&... args) {
@@ -265,7 +270,7 @@ class DistributedDataParallel {
   }
 
   /// Gradients of forward passes during the lifetime of the result only accumulate locally.
-  [[nodiscard]] NoSync no_sync() const { return NoSync(reducer_); }
+  [[nodiscard]] NoSync no_sync() const { return NoSync(synchroniser_); }
 
   /// For ranks with different numbers of batches. Runs `body`, the training loop. Then, while other
   /// ranks still train, this rank matches each of their steps with a forward and backward of 0
@@ -294,7 +299,7 @@ class DistributedDataParallel {
     if (!example && options.example_input.defined()) {
       example = without_samples(options.example_input);
     }
-    detail::join(*reducer_, std::forward<Body>(body), options, std::move(example), where);
+    synchroniser_->join(std::forward<Body>(body), options, std::move(example), where);
   }
   template <class Body, std::convertible_to<at::Tensor> Example>
   void join(Body&&, Example&&, Where = Where::current()) {
@@ -316,16 +321,16 @@ class DistributedDataParallel {
   /// `shadow` makes a forward of no samples.
   template <class Shadow, class F>
   decltype(auto) run_at(const std::optional<Where>& where, const Shadow& shadow, F&& f) {
-    const auto guard = detail::before_forward(*reducer_, where);
+    const auto guard = synchroniser_->before_forward(where);
     using Output = decltype(f());
     const auto forward = [&]() -> Output {
-      if (detail::wants_shadow(*reducer_)) {
-        if (auto empty = shadow()) detail::set_shadow(*reducer_, std::move(empty));
+      if (synchroniser_->wants_shadow()) {
+        if (auto empty = shadow()) synchroniser_->set_shadow(std::move(empty));
       }
       if constexpr (detail::kHasTensors<std::remove_cvref_t<Output>>) {
         decltype(auto) output = f();
-        if (detail::wants_outputs(*reducer_)) {
-          detail::after_forward(*reducer_, detail::tensors_of<std::remove_cvref_t<Output>>(output));
+        if (synchroniser_->wants_outputs()) {
+          synchroniser_->after_forward(detail::tensors_of<std::remove_cvref_t<Output>>(output));
         }
         return output;
       } else {
@@ -353,7 +358,7 @@ class DistributedDataParallel {
   }
 
   M module_;
-  std::shared_ptr<detail::Reducer> reducer_;
+  std::shared_ptr<detail::Synchroniser> synchroniser_;
 };
 
 DistributedDataParallel(const torch::jit::Module&, const DistributedDataParallelOptions& = {},

@@ -5,11 +5,11 @@
 
 #include <utility>
 
+#include "base/hash.hpp"
 #include "group/failure.hpp"
 #include "group/native_engine.hpp"
 #include "nn/error.hpp"
 #include "nn/interpreter.hpp"
-#include "nn/tensors/hash.hpp"
 
 namespace lockstep::nn {
 
@@ -24,7 +24,7 @@ bool is_user_code(const std::source_location& where) {
 }
 
 int tag_of(std::string_view identity) {
-  return static_cast<int>(hash_of_bytes(identity.data(), identity.size()) & 0x7fffffffU);
+  return static_cast<int>(base::hash_of_bytes(identity.data(), identity.size()) & 0x7fffffffU);
 }
 
 std::string detail::Layer::name() const {

@@ -3,17 +3,16 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <torch/serialize/archive.h>
 
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/nn/assert_in_sync.hpp>
 #include <lockstep/objects.hpp>
-#include <sstream>
 
+#include "base/hash.hpp"
 #include "nn/ddp/optimizer_state.hpp"
 #include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/hash.hpp"
+#include "nn/training/checkpoint_file.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -21,44 +20,20 @@ namespace {
 /// Hashes an optimizer's options or its state for one parameter, which can serialise themselves.
 template <class Part>
 std::uint64_t hash_of_saved(const Part& part) {
-  torch::serialize::OutputArchive archive;
-  part.serialize(archive);
-  std::ostringstream stream;
-  archive.save_to(stream);
-  const std::string bytes = std::move(stream).str();
-  return hash_of_bytes(bytes.data(), bytes.size());
+  const std::string bytes = archive_bytes([&](auto& archive) { part.serialize(archive); });
+  return base::hash_of_bytes(bytes.data(), bytes.size());
 }
 
-}  // namespace
-
-std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
-  const at::Tensor values = dense(tensor.detach().to_dense().cpu());
-  const std::string kind =
-      fmt::format("{} {}", c10::toString(values.scalar_type()), fmt::join(values.sizes(), "x"));
-  return hash_of_bytes(values.data_ptr(), values.nbytes()) ^
-         (3 * hash_of_bytes(kind.data(), kind.size()));
-}
-
-Fingerprints fingerprints_of_parameters(const torch::nn::Module& module) {
-  Fingerprints result;
-  for (const auto& item : module.named_parameters()) {
-    result.emplace_back("parameter " + item.key(), hash_of_tensor(item.value()));
+void add_tensors(Fingerprints& all, const char* kind,
+                 const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+  for (const auto& item : tensors) {
+    all.emplace_back(fmt::format("{} {}", kind, item.key()), hash_of_tensor(item.value()));
   }
-  return result;
 }
 
-Fingerprints fingerprints_of_buffers(const torch::nn::Module& module) {
-  Fingerprints result;
-  for (const auto& item : module.named_buffers()) {
-    result.emplace_back("buffer " + item.key(), hash_of_tensor(item.value()));
-  }
-  return result;
-}
-
-Fingerprints fingerprints_of_state(const torch::optim::Optimizer& optimizer,
-                                   const torch::nn::Module& module) {
-  Fingerprints result;
-  const auto parameters = module.named_parameters();
+/// The options of each parameter group and the state of each parameter.
+void add_state(Fingerprints& all, const torch::optim::Optimizer& optimizer,
+               const torch::OrderedDict<std::string, at::Tensor>& parameters) {
   const auto name_of = [&](const at::Tensor& tensor) {
     for (const auto& item : parameters) {
       if (item.value().is_same(tensor)) return "parameter " + item.key();
@@ -69,14 +44,29 @@ Fingerprints fingerprints_of_state(const torch::optim::Optimizer& optimizer,
   for (const auto& group : optimizer.param_groups()) {
     const std::string suffix = fmt::format("of the optimizer's parameter group {}", i_group++);
     if (group.has_options()) {
-      result.emplace_back("the options " + suffix, hash_of_saved(group.options()));
+      all.emplace_back("the options " + suffix, hash_of_saved(group.options()));
     }
     for (const at::Tensor& parameter : group.params()) {
       const auto* const state = find_state(optimizer.state(), parameter);
-      result.emplace_back("the optimizer's state for " + name_of(parameter),
-                          state == nullptr ? 0 : hash_of_saved(*state));
+      all.emplace_back("the optimizer's state for " + name_of(parameter),
+                       state == nullptr ? 0 : hash_of_saved(*state));
     }
   }
+}
+
+}  // namespace
+
+std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
+  const at::Tensor values = dense(tensor.detach().to_dense().cpu());
+  const std::string kind =
+      fmt::format("{} {}", c10::toString(values.scalar_type()), fmt::join(values.sizes(), "x"));
+  return base::hash_of_bytes(values.data_ptr(), values.nbytes()) ^
+         (3 * base::hash_of_bytes(kind.data(), kind.size()));
+}
+
+Fingerprints fingerprints_of_parameters(const torch::nn::Module& module) {
+  Fingerprints result;
+  add_tensors(result, "parameter", module.named_parameters());
   return result;
 }
 
@@ -108,14 +98,10 @@ void detail::assert_in_sync(const torch::nn::Module& module,
                             std::source_location where) {
   lockstep::detail::Collective("assert_in_sync", group, where).run([&] {
     Fingerprints all{{"the module", 0}};  // an empty list would be left out of the comparison
-    const Fingerprints parameters = fingerprints_of_parameters(module);
-    all.insert(all.end(), parameters.begin(), parameters.end());
-    const Fingerprints buffers = fingerprints_of_buffers(module);
-    all.insert(all.end(), buffers.begin(), buffers.end());
-    if (optimizer != nullptr) {
-      const Fingerprints state = fingerprints_of_state(*optimizer, module);
-      all.insert(all.end(), state.begin(), state.end());
-    }
+    const auto parameters = module.named_parameters();
+    add_tensors(all, "parameter", parameters);
+    add_tensors(all, "buffer", module.named_buffers());
+    if (optimizer != nullptr) add_state(all, *optimizer, parameters);
     check_fingerprints(
         all, group, context_of("assert_in_sync", group, where),
         "make the same changes on all ranks, average the gradients, and keep buffers "

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 
 #include <cstdint>
 #include <lockstep/error.hpp>
@@ -19,10 +18,6 @@ using Fingerprints = std::vector<std::pair<std::string, std::uint64_t>>;
 std::uint64_t hash_of_tensor(const at::Tensor& tensor);
 
 Fingerprints fingerprints_of_parameters(const torch::nn::Module& module);
-Fingerprints fingerprints_of_buffers(const torch::nn::Module& module);
-/// The options of each parameter group and the state of each parameter.
-Fingerprints fingerprints_of_state(const torch::optim::Optimizer& optimizer,
-                                   const torch::nn::Module& module);
 
 /// Throws MismatchError on every rank, naming the first value that differs from another rank's,
 /// then `advice`. Skips ranks without fingerprints. Collective.

@@ -26,8 +26,8 @@ std::optional<lockstep::detail::Collective> Reducer::before_forward(
     if (!join_) where_ = where.value_or(made_at_);
     check_last_step();
     if (!at::GradMode::is_enabled()) return;
-    forward_ = n_no_sync == 0 ? Forward::synchronised : Forward::local;
-    if (join_) announce(n_no_sync == 0 ? NextStep::synchronise : NextStep::accumulate);
+    forward_ = n_no_sync_ == 0 ? Forward::synchronised : Forward::local;
+    if (join_) announce(n_no_sync_ == 0 ? NextStep::synchronise : NextStep::accumulate);
     prepare();
   });
   // The next message of all ranks is sent in backward, except in join, where it is an announcement.

@@ -45,30 +45,25 @@ namespace lockstep::nn::detail {
 /// data announces that and mirrors the others with an empty batch until all ranks are out of data.
 ///
 /// reducer.cpp has the steps, reducer_setup.cpp the setup, reducer_join.cpp join.
-class Reducer : public std::enable_shared_from_this<Reducer> {
+class Reducer final : public Synchroniser, public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
           std::source_location where);
-  ~Reducer();
+  ~Reducer() override;
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  /// `where`: the line of the forward call, if known. Returns the guard of the module's forward, if
-  /// a backward with messages follows it on the other ranks: a forward that throws is then a
-  /// refused call.
   std::optional<lockstep::detail::Collective> before_forward(
-      const std::optional<std::source_location>& where);
-  /// After a forward within no_sync(), with its outputs.
-  void after_forward(const std::vector<at::Tensor>& outputs);
-  void on_gradient(std::size_t index);
+      const std::optional<std::source_location>& where) override;
+  /// Of a forward within no_sync().
+  bool wants_outputs() const override { return forward_ != Forward::synchronised; }
+  void after_forward(const std::vector<at::Tensor>& outputs) override;
+  bool wants_shadow() const override { return join_.has_value() || !shadow_; }
+  void set_shadow(std::function<at::Tensor()> shadow) override { shadow_ = std::move(shadow); }
+  void add_no_sync(int n) override { n_no_sync_ += n; }
   void join(const std::function<void()>& body, const JoinOptions& options,
-            std::function<at::Tensor()> example, std::source_location where);
-  bool wants_shadow() const { return join_.has_value() || !shadow; }
-  bool wants_outputs() const { return forward_ != Forward::synchronised; }
-
-  std::function<at::Tensor()> shadow;  ///< a forward of no samples, like the last one
-
-  int n_no_sync = 0;  ///< guards alive
+            std::function<at::Tensor()> example, std::source_location where) override;
+  void on_gradient(std::size_t index);
 
  private:
   // libtorch itself keeps a weak reference. The pointer type depends on its version.
@@ -199,7 +194,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::weak_ptr<void> local_backward_;  // not expired: a local backward is running
   Phase phase_ = Phase::idle;
   bool rebuilt_ = false;
-  std::optional<Join> join_;  // while it runs
+  int n_no_sync_ = 0;                   // guards alive
+  std::function<at::Tensor()> shadow_;  // a forward of no samples, like the last one
+  std::optional<Join> join_;            // while it runs
   int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data
   std::uint64_t n_steps_ = 0;
   const bool checks_fully_;

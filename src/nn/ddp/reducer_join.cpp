@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
@@ -12,16 +13,16 @@
 #include <lockstep/nn/tensor_ops.hpp>
 #include <lockstep/objects.hpp>
 #include <span>
-#include <sstream>
 #include <utility>
 
 #include "base/exception.hpp"
+#include "base/hash.hpp"
 #include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/ddp/in_sync.hpp"
 #include "nn/ddp/reducer.hpp"
 #include "nn/ddp/reducer_parts.hpp"
 #include "nn/ddp/sharded_state.hpp"
-#include "nn/tensors/hash.hpp"
+#include "nn/training/checkpoint_file.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -33,24 +34,18 @@ constexpr std::uint64_t kStepsBetweenChecks = 100;  // with LOCKSTEP_CHECK=full
 
 /// Group names are equal on all ranks of the group.
 std::uint64_t hash_of_scope(const Group& group) {
-  return hash_of_bytes(group.name().data(), group.name().size()) | 1U;  // 0: none
+  return base::hash_of_bytes(group.name().data(), group.name().size()) | 1U;  // 0: none
 }
 
 void send_state(torch::optim::Optimizer& optimizer, int root, const Group& group,
                 std::source_location where) {
   std::string bytes;
   if (group.rank() == root) {
-    torch::serialize::OutputArchive archive;
-    save_optimizer(optimizer, archive);
-    std::ostringstream stream;
-    archive.save_to(stream);
-    bytes = std::move(stream).str();
+    bytes = archive_bytes([&](auto& archive) { save_optimizer(optimizer, archive); });
   }
   broadcast_object(bytes, root, group, {}, where);
   if (group.rank() == root) return;
-  std::istringstream stream(std::move(bytes));
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
+  torch::serialize::InputArchive archive = parse_archive(bytes);
   load_optimizer(optimizer, archive);
 }
 
@@ -166,17 +161,14 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
   for (const torch::optim::Optimizer* optimizer : options.optimizers) {
     check_optimizer(*optimizer, context());
   }
-  struct Leave {
-    Reducer& reducer;
-    std::function<at::Tensor()> shadow_before;
-    ~Leave() {
-      reducer.join_.reset();
-      if (!reducer.shadow) reducer.shadow = std::move(shadow_before);
-    }
-  } leave{*this, nullptr};
+  std::function<at::Tensor()> shadow_before;
+  const auto leave = c10::make_scope_exit([&] {
+    join_.reset();
+    if (!shadow_) shadow_ = std::move(shadow_before);
+  });
   join_.emplace();
   if (example) {  // takes precedence over forwards of earlier loops
-    leave.shadow_before = std::exchange(shadow, nullptr);
+    shadow_before = std::exchange(shadow_, nullptr);
     join_->example = std::move(example);
   }
   const char* stage = "the body of join";
@@ -207,7 +199,7 @@ void Reducer::join(const std::function<void()>& body, const JoinOptions& options
 }
 
 void Reducer::shadow_step(const Announcement& others) {
-  const auto& forward = shadow ? shadow : join_->example;
+  const auto& forward = shadow_ ? shadow_ : join_->example;
   if (!forward) {
     throw UsageError(
         context(),
@@ -221,10 +213,8 @@ void Reducer::shadow_step(const Announcement& others) {
   forward_ = synchronises ? Forward::synchronised : Forward::local;
   prepare();
   // The end of body may have left another mode, in which a SyncBatchNorm does not communicate.
-  const struct Restore {
-    Modes modes;
-    ~Restore() { set_modes(modes); }
-  } as_body_left_them{modes_of(module_)};
+  const auto as_body_left_them =
+      c10::make_scope_exit([modes = modes_of(module_)] { set_modes(modes); });
   set_modes(join_->modes);
   const bool is_training = others.is_training != 0;
   if (module_.is_training() != is_training) module_.train(is_training);

@@ -1,6 +1,5 @@
 #include <ATen/ATen.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/nn/modules/embedding.h>
 
@@ -12,6 +11,7 @@
 #include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
+#include <lockstep/objects.hpp>
 #include <map>
 #include <thread>
 #include <unordered_set>
@@ -88,28 +88,13 @@ std::vector<std::string> describe(const torch::nn::Module& module) {
   return lines;
 }
 
-std::vector<std::string> split_lines(std::span<const std::uint8_t> text) {
-  std::vector<std::string> lines(1);
-  for (const std::uint8_t byte : text) {
-    if (byte == '\n') {
-      lines.emplace_back();
-    } else {
-      lines.back() += static_cast<char>(byte);
-    }
-  }
-  return lines;
-}
-
 /// Throws the same MismatchError on every rank, naming the first difference from rank 0.
 void check_same_module(const torch::nn::Module& module, const Group& group,
                        const ErrorContext& context) {
-  const std::string mine = fmt::format("{}", fmt::join(describe(module), "\n"));
-  const std::vector<std::uint8_t> text(mine.begin(), mine.end());
-  const auto texts = all_gather(text, group, Timeout(), context.where);
-  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
-    if (texts[rank] == texts[0]) continue;
-    auto expected = split_lines(texts[0]);
-    auto got = split_lines(texts[rank]);
+  const auto modules = all_gather_object(describe(module), group, Timeout(), context.where);
+  for (std::size_t rank = 1; rank < modules.size(); ++rank) {
+    if (modules[rank] == modules[0]) continue;
+    auto expected = modules[0], got = modules[rank];
     const std::size_t n_lines = std::max(expected.size(), got.size());
     expected.resize(n_lines, "nothing more");
     got.resize(n_lines, "nothing more");

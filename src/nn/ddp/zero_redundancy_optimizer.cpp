@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -15,10 +16,10 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/hash.hpp"
 #include "nn/ddp/in_sync.hpp"
 #include "nn/ddp/sharded_state.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/hash.hpp"
 #include "world/session.hpp"
 
 /// A step: the ranks compare a hash of what they are about to do; each updates its pieces; then
@@ -210,7 +211,7 @@ void ShardedState::agree(std::string_view what, const Groups& all, std::source_l
     n_agreed = groups.size();
     return;
   }
-  std::vector<std::uint64_t> signature{hash_of_bytes(what.data(), what.size())};
+  std::vector<std::uint64_t> signature{base::hash_of_bytes(what.data(), what.size())};
   for (std::size_t g = 0; g < groups.size(); ++g) {
     signature.push_back(groups[g].parameters.size());
     for (const auto& [name, value] : optimizer_class.values(all[g].options())) {
@@ -220,7 +221,7 @@ void ShardedState::agree(std::string_view what, const Groups& all, std::source_l
       signature.push_back(parameter.grad().defined() ? 1 : 0);
     }
   }
-  const std::uint64_t mine = hash_of_bytes(signature.data(), signature.size() * sizeof mine);
+  const std::uint64_t mine = base::hash_of_bytes(signature.data(), signature.size() * sizeof mine);
   std::vector<std::uint64_t> hashes(static_cast<std::size_t>(group.size()));
   group.all_gather({&mine, 1, DType::u64}, {hashes.data(), hashes.size(), DType::u64}, {}, at);
   const bool differs = std::ranges::count(hashes, mine) != group.size();
@@ -285,12 +286,10 @@ void ShardedState::update(const Groups& all) {
       }
       torch::autograd::impl::bump_version(parameter);
     }
-    struct DropGradients {  // the program's own are views of buckets
-      std::vector<Tensor>& slices;
-      ~DropGradients() {
-        for (Tensor& slice : slices) slice.mutable_grad().reset();
-      }
-    } const guard{of.slices};
+    // The program's own are views of buckets.
+    const auto drop_gradients = c10::make_scope_exit([&of] {
+      for (Tensor& slice : of.slices) slice.mutable_grad().reset();
+    });
     const std::vector<Piece>& own = of.pieces[own_rank];
     for (std::size_t p = 0; p < own.size(); ++p) {
       const Tensor& parameter = of.parameters[own[p].parameter];

@@ -9,11 +9,11 @@
 #include <lockstep/nn/elastic.hpp>
 #include <utility>
 
+#include "base/hash.hpp"
 #include "nn/ddp/sharded_state.hpp"
 #include "nn/elastic/training.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/hash.hpp"
-#include "nn/tensors/training_parts.hpp"
+#include "nn/training/training_parts.hpp"
 
 namespace lockstep::nn {
 
@@ -89,7 +89,7 @@ void ElasticState::Implementation::begin_step() {
   const std::array of{*options.seed, static_cast<std::uint64_t>(position.steps),
                       static_cast<std::uint64_t>(position.n_ends()),
                       static_cast<std::uint64_t>(default_group().rank())};
-  kept.seed_generators(hash_of_bytes(of.data(), sizeof of));
+  kept.seed_generators(base::hash_of_bytes(of.data(), sizeof of));
 }
 
 void ElasticState::Implementation::complete(Position next, bool is_saved,
@@ -105,6 +105,12 @@ void ElasticState::Implementation::complete(Position next, bool is_saved,
   }
   if (file == FileState::due) save(where);
   begin_step();
+}
+
+void ElasticState::Implementation::complete_step(std::source_location where) {
+  const Position next{.steps = position.steps + 1, .ends = position.ends};
+  const std::int64_t every = options.save_every;
+  complete(next, /*is_saved=*/every > 0 && next.steps % every == 0, where);
 }
 
 ElasticState::ElasticState(std::initializer_list<TrainingPart> parts, ElasticOptions options)
@@ -139,9 +145,7 @@ void ElasticState::step_done(std::source_location where) {
   Implementation& mine = *implementation_;
   mine.check_running("step_done", where);
   mine.check_gradients(/*is_over=*/true, where);
-  const Position next{.steps = mine.position.steps + 1, .ends = mine.position.ends};
-  const std::int64_t every = mine.options.save_every;
-  mine.complete(next, /*is_saved=*/every > 0 && next.steps % every == 0, where);
+  mine.complete_step(where);
 }
 
 void ElasticState::step_done(
@@ -166,9 +170,7 @@ void ElasticState::step_done(const std::function<void()>& change, std::source_lo
   mine.check_running("step_done", where);
   mine.check_gradients(/*is_over=*/false, where);
   change();
-  const Position next{.steps = mine.position.steps + 1, .ends = mine.position.ends};
-  const std::int64_t every = mine.options.save_every;
-  mine.complete(next, /*is_saved=*/every > 0 && next.steps % every == 0, where);
+  mine.complete_step(where);
 }
 
 ElasticEpochs ElasticState::epochs(const ElasticSampler& sampler, std::size_t n,

@@ -14,11 +14,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include "base/hash.hpp"
 #include "nn/elastic/parameter_samples.hpp"
 #include "nn/elements/dense.hpp"
-#include "nn/tensors/checkpoint_file.hpp"
-#include "nn/tensors/hash.hpp"
-#include "nn/tensors/training_parts.hpp"
+#include "nn/training/checkpoint_file.hpp"
+#include "nn/training/training_parts.hpp"
 
 namespace lockstep::nn {
 
@@ -233,7 +233,8 @@ class KeptGenerators : public KeptThing {
     std::uint64_t hash = 0;
     for (const at::Tensor& state : states_) {
       const at::Tensor bytes = state.cpu().contiguous();
-      hash = hash * 31 + hash_of_bytes(bytes.data_ptr(), static_cast<std::size_t>(bytes.nbytes()));
+      hash = hash * 31 +
+             base::hash_of_bytes(bytes.data_ptr(), static_cast<std::size_t>(bytes.nbytes()));
     }
     return hash;
   }

@@ -1,3 +1,4 @@
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -15,8 +16,8 @@
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "nn/elastic/training.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/checkpoint_file.hpp"
-#include "nn/tensors/training_parts.hpp"
+#include "nn/training/checkpoint_file.hpp"
+#include "nn/training/training_parts.hpp"
 #include "world/session.hpp"
 
 namespace lockstep::nn {
@@ -195,15 +196,12 @@ void run_elastic(ElasticState& state, const std::function<void()>& train,
   }
   mine.is_running = true;
   mine.watch.emplace(mine.kept.parts(), mine.options.by_hand);
-  struct Ends {
-    ElasticState::Implementation& mine;
-    // The program may change the parts before another run_elastic.
-    ~Ends() {
-      mine.is_running = mine.has_state = false;
-      mine.file = FileState::current;
-      mine.watch.reset();
-    }
-  } const ends{mine};
+  // The program may change the parts before another run_elastic.
+  const auto end = c10::make_scope_exit([&mine] {
+    mine.is_running = mine.has_state = false;
+    mine.file = FileState::current;
+    mine.watch.reset();
+  });
   // Attempts in a row that an error ended without a step, and without a rank that was lost or
   // joined: such as a layer of an earlier world throws at once in each.
   constexpr int kAttemptsWithoutCause = 3;

@@ -63,6 +63,7 @@ struct ElasticState::Implementation {
   void begin_step();
   /// The step before `next` is complete. Collective.
   void complete(Position next, bool is_saved, std::source_location where);
+  void complete_step(std::source_location where);
 
   void write(torch::serialize::OutputArchive& archive) const;
   void load(const std::string& bytes, bool with_generators);

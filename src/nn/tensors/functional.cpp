@@ -16,10 +16,10 @@
 #include <numeric>
 #include <string>
 
+#include "base/hash.hpp"
 #include "group/mismatch.hpp"
 #include "nn/batch_norm/layer.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/hash.hpp"
 #include "nn/tensors/tensor_call.hpp"
 
 /// Each operation is a node of the graph. Before its data the ranks exchange a header, by which
@@ -45,19 +45,12 @@ enum class Kind : std::uint8_t {
 };
 
 const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::all_reduce: return "all_reduce";
-    case Kind::all_gather: return "all_gather";
-    case Kind::reduce_scatter: return "reduce_scatter";
-    case Kind::all_to_all: return "all_to_all";
-    case Kind::broadcast: return "broadcast";
-    case Kind::reduce: return "reduce";
-    case Kind::gather: return "gather";
-    case Kind::scatter: return "scatter";
-    case Kind::replicate: return "replicate";
-    case Kind::reduce_replicated: return "reduce_replicated";
-  }
-  return "";
+  constexpr const char* kNames[] = {
+      // in the order of Kind
+      "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
+      "reduce",     "gather",     "scatter",        "replicate",  "reduce_replicated"};
+  static_assert(std::size(kNames) == static_cast<std::size_t>(Kind::reduce_replicated) + 1);
+  return kNames[static_cast<std::size_t>(kind)];
 }
 
 /// Only root's tensors have a part in the result.
@@ -167,7 +160,7 @@ Header header_of(const FunctionalCall& call, const variable_list& inputs) {
   if (call.kind == Kind::reduce_scatter) {
     for (const Tensor& input : inputs) {
       const auto hash =
-          hash_of_bytes(input.sizes().data(), input.sizes().size() * sizeof(std::int64_t));
+          base::hash_of_bytes(input.sizes().data(), input.sizes().size() * sizeof(std::int64_t));
       header.sizes[0] = static_cast<std::int64_t>(
           hash + static_cast<std::uint64_t>(header.sizes[0]) * 0x9e3779b97f4a7c15ULL);
     }

@@ -13,9 +13,9 @@
 #include <string_view>
 
 #include "base/atomic_file.hpp"
+#include "base/hash.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/checkpoint_file.hpp"
-#include "nn/tensors/hash.hpp"
+#include "nn/training/checkpoint_file.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -29,7 +29,7 @@ struct Footer {
 
 void add_footer(std::string& bytes) {
   Footer footer;
-  footer.hash = hash_of_bytes(bytes.data(), bytes.size());
+  footer.hash = base::hash_of_bytes(bytes.data(), bytes.size());
   bytes.append(reinterpret_cast<const char*>(&footer), sizeof footer);
 }
 
@@ -39,7 +39,8 @@ void check_footer(const std::string& path, const std::string& bytes) {
   if (bytes.size() < sizeof footer) return;
   const std::size_t n_bytes = bytes.size() - sizeof footer;
   std::memcpy(&footer, bytes.data() + n_bytes, sizeof footer);
-  if (footer.magic != Footer().magic || footer.hash == hash_of_bytes(bytes.data(), n_bytes)) return;
+  if (footer.magic != Footer().magic || footer.hash == base::hash_of_bytes(bytes.data(), n_bytes))
+    return;
   throw std::runtime_error(path + " is damaged: its bytes differ from those that were saved");
 }
 

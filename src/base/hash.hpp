@@ -5,10 +5,11 @@
 #include <cstdint>
 #include <cstring>
 
-namespace lockstep::nn {
+namespace lockstep::base {
 
 /// Detects differences and damage, not malicious changes: four lanes of multiplications, at about
-/// memory bandwidth.
+/// memory bandwidth. Each step is a bijection, so any change of a single word is detected. Files
+/// have it.
 inline std::uint64_t hash_of_bytes(const void* data, std::size_t n_bytes) {
   constexpr std::uint64_t kFactor = 0x9e3779b97f4a7c15ULL;
   const auto mix = [](std::uint64_t hash, std::uint64_t word) {
@@ -30,4 +31,4 @@ inline std::uint64_t hash_of_bytes(const void* data, std::size_t n_bytes) {
   return hash;
 }
 
-}  // namespace lockstep::nn
+}  // namespace lockstep::base

@@ -22,8 +22,8 @@
 #include "nn/ddp/sharded_state.hpp"
 #include "nn/elements/dense.hpp"
 #include "nn/error.hpp"
-#include "nn/tensors/checkpoint_file.hpp"
-#include "nn/tensors/training_parts.hpp"
+#include "nn/training/checkpoint_file.hpp"
+#include "nn/training/training_parts.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -31,19 +31,21 @@ namespace {
 using torch::serialize::InputArchive;
 using torch::serialize::OutputArchive;
 
+const char* name_of(PartKind kind) {
+  switch (kind) {
+    case PartKind::module: return "a module";
+    case PartKind::optimizer: return "an optimizer";
+    case PartKind::number: return "a number";
+    case PartKind::object: break;
+  }
+  return "an object";
+}
+
 /// "a module, an optimizer": each kind is a letter.
 std::string describe_parts(std::string_view kinds) {
-  std::string text;
-  for (const char kind : kinds) {
-    if (!text.empty()) text += ", ";
-    switch (kind) {
-      case 'm': text += "a module"; break;
-      case 'o': text += "an optimizer"; break;
-      case 'n': text += "a number"; break;
-      default: text += "an object";
-    }
-  }
-  return text.empty() ? "nothing" : text;
+  std::vector<const char*> names;
+  for (const char kind : kinds) names.push_back(name_of(PartKind{kind}));
+  return names.empty() ? "nothing" : fmt::format("{}", fmt::join(names, ", "));
 }
 
 using NamedTensors = std::map<std::string, at::Tensor>;
@@ -329,7 +331,7 @@ class Loading {
  private:
   void check_kinds(InputArchive& archive) const {
     std::string expected;
-    for (const TrainingPart& part : parts_) expected += part.kind();
+    for (const TrainingPart& part : parts_) expected += static_cast<char>(part.kind());
     c10::IValue kinds;
     if (archive.try_read("kinds", kinds) && kinds.isString() && kinds.toStringRef() == expected) {
       return;
@@ -347,8 +349,7 @@ class Loading {
     for (const TrainingPart& part : parts_) {
       const auto failure = failure_text([&] { f(i, part); });
       if (failure) {
-        throw std::runtime_error(fmt::format(
-            "part {}, {}: {}", i, describe_parts(std::string(1, part.kind())), *failure));
+        throw std::runtime_error(fmt::format("part {}, {}: {}", i, name_of(part.kind()), *failure));
       }
       ++i;
     }
@@ -417,7 +418,7 @@ void write_parts(std::span<const TrainingPart> parts, OutputArchive& archive,
       one.write("shapes", list_of(parameters.shapes));
     }
     archive.write(fmt::format("part_{}", kinds.size()), one);
-    kinds += part.kind();
+    kinds += static_cast<char>(part.kind());
   }
   archive.write("kinds", c10::IValue(kinds));
 }
