@@ -36,12 +36,7 @@ namespace lockstep::python {
 namespace {
 
 detail::ObjectCall object_call(const Call& call, detail::ObjectOp op, int root = -1) {
-  return {.op = op,
-          .type = typeid(Pickle),
-          .group = call.group(),
-          .limit = detail::TimeLimit(call.timeout()),
-          .where = call.where(),
-          .root = root};
+  return detail::object_call<Pickle>(op, call.group(), call.timeout(), call.where(), root);
 }
 
 /// f prepares this rank's message. If it throws, a Python exception too, the call is refused and
@@ -240,13 +235,79 @@ void read_value(const Call& call, Value& value) {
   }
 }
 
+/// By type and key, integers last: the order of insertion may differ per rank.
+using SortedValues = std::map<std::tuple<bool, DType, std::string>, Value*>;
+
+/// Values as they travel: the elements of each type, and the integers, which each rank gets of all.
+struct PackedValues {
+  std::vector<std::string> names;  ///< of the entries
+  std::vector<detail::DictEntry> entries;
+  std::map<DType, detail::Bytes> flat;
+  std::vector<std::int64_t> integers, integers_of_ranks;
+};
+
+PackedValues pack(const SortedValues& sorted, int n_ranks) {
+  PackedValues packed;
+  packed.names.reserve(sorted.size());
+  for (const auto& [by, value] : sorted) {
+    const Elements elements = value->elements();
+    packed.names.push_back(
+        fmt::format("{}: {}", value->key, value->is_integer() ? "int" : name_of(elements.dtype)));
+    packed.entries.push_back({packed.names.back(), elements.count});
+    if (value->is_integer()) {
+      packed.integers.push_back(value->integer);
+    } else {
+      packed.flat[elements.dtype].append(elements.data, elements.n_bytes());
+    }
+  }
+  packed.integers_of_ranks.resize(packed.integers.size() * static_cast<std::size_t>(n_ranks));
+  return packed;
+}
+
+void reduce(PackedValues& packed, const detail::ObjectCall& call, ReduceOp op) {
+  for (const auto& [dtype, bytes] : packed.flat) {
+    call.group.all_reduce(
+        {.data = bytes.data(), .count = bytes.size() / size_of(dtype), .dtype = dtype}, op,
+        call.limit.timeout(), call.where);
+  }
+  const std::size_t n = packed.integers.size();
+  if (n == 0) return;
+  std::vector<std::int64_t>& all = packed.integers_of_ranks;
+  call.group.all_gather({.data = packed.integers.data(), .count = n, .dtype = DType::i64},
+                        {.data = all.data(), .count = all.size(), .dtype = DType::i64},
+                        call.limit.timeout(), call.where);
+}
+
+/// Writes the results to the arrays, and in place of the numbers of data.
+void unpack(const PackedValues& packed, const SortedValues& sorted, ReduceOp op, nb::dict& data) {
+  std::map<DType, const std::byte*> next;
+  for (const auto& [dtype, bytes] : packed.flat) next[dtype] = bytes.data();
+  std::size_t n_reduced = 0;
+  for (const auto& [by, value] : sorted) {
+    if (value->is_integer()) {
+      std::vector<std::int64_t> of_ranks;
+      for (std::size_t i = n_reduced++; i < packed.integers_of_ranks.size();
+           i += packed.integers.size()) {
+        of_ranks.push_back(packed.integers_of_ranks[i]);
+      }
+      data[value->name] = reduced(op, of_ranks);
+      continue;
+    }
+    const Elements elements = value->elements();
+    if (elements.count == 0) continue;
+    if (value->array) value->array->bump_version();
+    std::memcpy(elements.data, next[elements.dtype], elements.n_bytes());
+    next[elements.dtype] += elements.n_bytes();
+    if (!value->array) data[value->name] = nb::float_(value->real);
+  }
+}
+
 /// convert_numbers(data): a copy of a dict, which is returned with the results.
 nb::object all_reduce_dict(nb::handle given, const nb::callable& convert_numbers, nb::handle op,
                            const Group* group, nb::handle timeout) {
   const Call call("all_reduce_dict", group, timeout);
   detail::ObjectCall objects = object_call(call, detail::ObjectOp::all_reduce_dict);
   ReduceOp reduction = ReduceOp::sum;
-  const auto n_ranks = static_cast<std::size_t>(call.group().size());
   std::deque<Value> values;  // a Data does not move
   nb::dict data;
   prepare_in_python(objects, [&] {
@@ -264,66 +325,17 @@ nb::object all_reduce_dict(nb::handle given, const nb::callable& convert_numbers
     }
   });
   if (objects.refusal) values.clear();
-  // By type and key, integers last: the order of insertion may differ per rank.
-  std::map<std::tuple<bool, DType, std::string>, Value*> sorted;
-  std::vector<std::string> names;
-  std::vector<detail::DictEntry> entries;
+  SortedValues sorted;
   for (auto& value : values) {
     sorted.emplace(std::tuple(value.is_integer(), value.elements().dtype, value.key), &value);
   }
-  names.reserve(sorted.size());
-  std::map<DType, detail::Bytes> flat;
-  std::vector<std::int64_t> integers;
-  for (const auto& [by, value] : sorted) {
-    const Elements elements = value->elements();
-    names.push_back(
-        fmt::format("{}: {}", value->key, value->is_integer() ? "int" : name_of(elements.dtype)));
-    entries.push_back({names.back(), elements.count});
-    if (value->is_integer()) {
-      integers.push_back(value->integer);
-    } else {
-      flat[elements.dtype].append(elements.data, elements.n_bytes());
-    }
-  }
-  std::vector<std::int64_t> integers_of_ranks(integers.size() * n_ranks);
+  PackedValues packed = pack(sorted, call.group().size());
   const detail::Collective collective("all_reduce_dict", call.group(), call.where());
   call.run([&] {
-    detail::check_dicts(objects, entries, reduction);
-    collective.run([&] {
-      for (const auto& [dtype, bytes] : flat) {
-        call.group().all_reduce(
-            {.data = bytes.data(), .count = bytes.size() / size_of(dtype), .dtype = dtype},
-            reduction, objects.limit.timeout(), call.where());
-      }
-      if (integers.empty()) return;
-      call.group().all_gather(
-          {.data = integers.data(), .count = integers.size(), .dtype = DType::i64},
-          {.data = integers_of_ranks.data(),
-           .count = integers_of_ranks.size(),
-           .dtype = DType::i64},
-          objects.limit.timeout(), call.where());
-    });
+    detail::check_dicts(objects, packed.entries, reduction);
+    collective.run([&] { reduce(packed, objects, reduction); });
   });
-  std::map<DType, const std::byte*> next;
-  for (const auto& [dtype, bytes] : flat) next[dtype] = bytes.data();
-  std::size_t n_reduced = 0;
-  for (const auto& [by, value] : sorted) {
-    if (value->is_integer()) {
-      std::vector<std::int64_t> of_ranks(n_ranks);
-      for (std::size_t r = 0; r < n_ranks; ++r) {
-        of_ranks[r] = integers_of_ranks[r * integers.size() + n_reduced];
-      }
-      ++n_reduced;
-      data[value->name] = reduced(reduction, of_ranks);
-      continue;
-    }
-    const Elements elements = value->elements();
-    if (elements.count == 0) continue;
-    if (value->array) value->array->bump_version();
-    std::memcpy(elements.data, next[elements.dtype], elements.n_bytes());
-    next[elements.dtype] += elements.n_bytes();
-    if (!value->array) data[value->name] = nb::float_(value->real);
-  }
+  unpack(packed, sorted, reduction, data);
   return data;
 }
 
