@@ -151,8 +151,8 @@ class Watch:
     def check_optimizers(self, call: str) -> None:
         if self._foreign is not None:
             raise UsageError(
-                f"{call}: a {self._foreign} that is not a part of the state has changed parameters of its modules; what it "
-                "remembers would be lost with the rank. Make it before run_elastic, and give it to ElasticState; a "
+                f"{call}: an optimizer, {self._foreign}, that is not a part of the state has changed parameters of its modules; "
+                "what it remembers would be lost with the rank. Make it before run_elastic, and give it to ElasticState; a "
                 "ZeroRedundancyOptimizer has a part of its state on each rank, and cannot be one"
             )
         changed = None
