@@ -85,7 +85,7 @@ class SharedBuffer {
 /// ranks have refused the same number of calls, the group stays usable; if not, the ranks that made
 /// the call, and this rank in its next call, throw a MismatchError that lists the refused calls. So
 /// do not catch a UsageError and retry on one rank alone. A refused send or recv ends the group:
-/// every other call throws PeerFailed.
+/// every other call throws a MismatchError.
 /// Threads: one call at a time per Group. The *_async forms run in call order on a worker
 /// thread that the Group starts on first use; a blocking call first waits for them.
 class Group {

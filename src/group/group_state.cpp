@@ -148,13 +148,16 @@ void GroupState::refuse(const Call& call, std::string_view operation,
 void GroupState::end_with_refusal(const Call& call, const std::string& text) {
   ErrorContext context = context_of(call, rank_);
   context.group = name_;
+  context.peers = {rank_};
   try {
-    throw_failure({.kind = Failure::Kind::peer_failed, .culprit = rank_, .text = text},
-                  std::move(context));
-  } catch (const PeerFailed&) {
+    throw MismatchError(
+        std::move(context),
+        fmt::format("rank {} {}; a refused send or recv ends its group", rank_, text));
+  } catch (const MismatchError& error) {
     mark_dead();
+    const std::lock_guard lock(mutex_);
+    engine_->end_with(error);
   }
-  abandon(text);
 }
 
 void GroupState::tell(const Refused& refused) noexcept {

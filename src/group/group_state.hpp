@@ -68,9 +68,9 @@ class GroupState : public std::enable_shared_from_this<GroupState> {
   Calls calls() const noexcept;
   /// Counts a call that throws before its first message (see Engine::refuse), under the name
   /// `operation`, and notifies the peers, after the pending calls. For an operation of several
-  /// messages, `call` is that of the first. A send or recv ends the group, with PeerFailed on every
-  /// rank. Does not wait. Not counted: in a group of one or that is dead, in a fork of the rank,
-  /// and while it is held. Threads: any.
+  /// messages, `call` is that of the first. A send or recv ends the group: every rank throws a
+  /// MismatchError. Does not wait. Not counted: in a group of one or that is dead, in a fork of the
+  /// rank, and while it is held. Threads: any.
   void refuse(const Call& call, std::string_view operation, std::string_view reason) noexcept;
 
   /// See Group::abandon.

@@ -1076,7 +1076,7 @@ TEST_P(Conformance, a_refused_send_or_recv_ends_the_group) {
     const ConstElements large{many.data(), many.size(), DType::f64};
     // On every rank, whatever it calls next.
     const auto expect_ended = [](const Group& group, const std::string& text) {
-      expect_contains(thrown<PeerFailed>([&] { (void)sum_of_ones(group); }), text);
+      expect_contains(thrown<MismatchError>([&] { (void)sum_of_ones(group); }), text);
     };
     // All ranks have left the call that made it: a group that fails ends those that are still
     // there.
@@ -1091,33 +1091,33 @@ TEST_P(Conformance, a_refused_send_or_recv_ends_the_group) {
         EXPECT_THROW(group.send(none, 1), UsageError);
       }
       if (rank == 1) {
-        expect_contains(thrown<PeerFailed>([&] { group.recv(one, 0); }),
-                        "rank 0 failed: refused send #1: ");
+        expect_contains(thrown<MismatchError>([&] { group.recv(one, 0); }),
+                        "rank 0 refused send #1: ");
       }
-      expect_ended(group, "rank 0 failed: refused send #1: ");
+      expect_ended(group, "rank 0 refused send #1: ");
       world.barrier();
     }
     {  // by the sender, whose next message the receiver would take
       const Group group = new_group();
       if (rank == 0) {
         EXPECT_THROW(group.send(none, 1), UsageError);
-        (void)thrown<PeerFailed>([&] { group.send(one, 1); });
+        (void)thrown<MismatchError>([&] { group.send(one, 1); });
       }
       if (rank == 1) {
-        (void)thrown<PeerFailed>([&] { group.recv(one, 0); });
+        (void)thrown<MismatchError>([&] { group.recv(one, 0); });
       }
       world.barrier();
     }
     {  // by the receiver
       const Group group = new_group();
       if (rank == 0) {
-        expect_contains(thrown<PeerFailed>([&] { group.send(large, 1); }),
-                        "rank 1 failed: refused recv #1: ");
+        expect_contains(thrown<MismatchError>([&] { group.send(large, 1); }),
+                        "rank 1 refused recv #1: ");
       }
       if (rank == 1) {
         EXPECT_THROW(group.recv(none, 0), UsageError);
       }
-      expect_ended(group, "rank 1 failed: refused recv #1: ");
+      expect_ended(group, "rank 1 refused recv #1: ");
       world.barrier();
     }
     {  // of a rank that does not exist
@@ -1125,7 +1125,7 @@ TEST_P(Conformance, a_refused_send_or_recv_ends_the_group) {
       if (rank == 0) {
         EXPECT_THROW(group.send(one, 1000), UsageError);
       }
-      expect_ended(group, "rank 0 failed: refused send #1: dst is 1000");
+      expect_ended(group, "rank 0 refused send #1: dst is 1000");
       world.barrier();
     }
   });
