@@ -97,6 +97,7 @@ class HierarchicalEngine final : public internal::NativeEngine {
 
   void refuse(const Refusal& refusal) noexcept override { levels_.refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { levels_.abandon(reason); }
+  void end_with(const Error& error) noexcept override { levels_.end_with(error); }
 
   void leave(std::string_view failure) noexcept override {
     levels_.local->leave(failure);
