@@ -58,8 +58,9 @@ struct InputArchive {
 };
 }
 )"},
-    {"torch/nn/module.h", R"(
-#include <torch/serialize/archive.h>
+    {"torch/nn/module.h",
+     "#include <torch/serialize/archive.h>\n"
+     R"(
 namespace torch::nn {
 struct Module {
   void save(serialize::OutputArchive&) const;

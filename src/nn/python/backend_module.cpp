@@ -97,12 +97,12 @@ void define_backend(py::module_& module) {
   const py::object entry_point = py::module_::import("lockstep_torch").attr("__path__");
   core().add_folder(entry_point[py::int_(0)].cast<std::string>().c_str());
   nn::set_interpreter({.where = python_line,
-                            .begin_call = begin_call,
-                            .end_call = end_call,
-                            .watch_interrupts = watch_interrupts,
-                            .release = release_gil,
-                            .reacquire = reacquire_gil,
-                            .make_gloo = make_gloo});
+                       .begin_call = begin_call,
+                       .end_call = end_call,
+                       .watch_interrupts = watch_interrupts,
+                       .release = release_gil,
+                       .reacquire = reacquire_gil,
+                       .make_gloo = make_gloo});
   module.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout"), py::arg("global_ranks"));
   module.def("leave_all", &backend::LivingBackends::leave, py::arg("failure"));
