@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,7 +165,7 @@ def call_wrongly(calls, fault):
 
 def run_rank(trial, rank, folder):
     report = folder / f"{rank}.json"
-    calls = SCENES[trial["scene"]](folder, rank, trial["size"], trial["seed"])
+    calls: Any = SCENES[trial["scene"]](folder, rank, trial["size"], trial["seed"])
     for _ in range(trial["good_calls"]):
         calls.all_reduce()
         calls.broadcast()

@@ -1,8 +1,90 @@
-"""What the programs of ranks use."""
+"""What the bodies of ranks use: functions of the test modules, which run_ranks has called in each rank."""
 
+import atexit
 import contextlib
 import copy
+import functools
+import inspect
 import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def init_dist():
+    """The default group is that of lockstep."""
+    import lockstep
+
+    lockstep.init_dist(timeout=60)
+    return {"rank": lockstep.get_rank(), "size": lockstep.get_world_size()}
+
+
+def init_torch():
+    """The default group is torch's, over the backend lockstep."""
+    import torch.distributed as dist
+
+    dist.init_process_group("lockstep")
+    return {"rank": dist.get_rank(), "size": dist.get_world_size()}
+
+
+def on_ranks(n, **options):
+    """Makes a test of the body of n ranks. Its parameters but `rank` and `size` are those of the test; options: run_ranks."""
+
+    def make(body):
+        @functools.wraps(body)
+        def test(run_ranks, **arguments):
+            run_ranks(n, test, **options, **arguments)
+
+        names = ["run_ranks", *(name for name in inspect.signature(body).parameters if name not in ("rank", "size"))]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return make
+
+
+on_torch_ranks = functools.partial(on_ranks, init=init_torch)
+
+
+def wait_for(path):
+    """Until another rank has made it."""
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+def show_pid():
+    """To interrupt_when_it_waits in another rank."""
+    Path("pid.new").write_text(str(os.getpid()))
+    os.rename("pid.new", "pid")
+
+
+def interrupt_when_it_waits():
+    wait_for("pid")
+    pid = int(Path("pid").read_text())
+    while Path(f"/proc/{pid}/wchan").read_text() == "0":
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGINT)
+
+
+def here(n_lines):
+    """The place in the caller's file n lines below the call, as errors name it."""
+    frame = inspect.currentframe().f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno + n_lines}"
+
+
+def place_of(function):
+    """The place of a function's first line, likewise."""
+    return f"{os.path.basename(function.__code__.co_filename)}:{function.__code__.co_firstlineno}"
+
+
+def in_a_file(rank, name="store"):
+    """For a second default group of two ranks a store of its own.
+
+    Rank 0's server of the first one ends with that group, at a moment that the other ranks do not know: one that asks it
+    for the second group loses the connection.
+    """
+    return {"init_method": f"file://{os.getcwd()}/{name}", "rank": rank, "world_size": 2}
 
 
 class raises:
@@ -12,25 +94,25 @@ class raises:
         self.error, self.checks = error, checks
 
     def __enter__(self):
-        pass
+        return self
 
     def __exit__(self, kind, error, _):
+        self.caught = error
         assert kind is not None, f"no {self.error}"
         if not isinstance(error, self.error):
             return False
+        if getattr(error, "lineno", None):
+            assert f"{os.path.basename(error.filename)}:{error.lineno}" in str(error), (error.filename, error.lineno, error)
         for check in self.checks:
             assert check in str(error) if isinstance(check, str) else check(error), (check, error)
         return True
 
 
-def own_group(*parts):
-    """Of the groups of these ranks that of this rank: of torch.distributed if it is initialised, else of lockstep."""
-    import torch.distributed as dist
+class survives(raises):
+    """raises, in a rank that `lockstep run` would end a second after another one has failed."""
 
-    import lockstep
-
-    own = next(i for i, part in enumerate(parts) if (dist if dist.is_initialized() else lockstep).get_rank() in part)
-    return [dist.new_group(part) for part in parts][own] if dist.is_initialized() else lockstep.default_group().split(own)
+    def __enter__(self):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def close(actual, expected, tolerance, what, dtype=None):
@@ -51,8 +133,8 @@ def close(actual, expected, tolerance, what, dtype=None):
 class OverRanks:
     """Which part of each batch this rank has, and how sums over ranks are made: `sum_over_ranks(tensor)`, in place."""
 
-    def __init__(self, rank, sum_over_ranks):
-        self.rank, self.sum_over_ranks = rank, sum_over_ranks
+    def __init__(self, rank, sum_over_ranks, barrier=None):
+        self.rank, self.sum_over_ranks, self.barrier = rank, sum_over_ranks, barrier
 
     def compare(self, plain, layer, counts, *shape, run=None, dtype=None, layout=None, tolerance=1e-9, of_state=None,
                 of_sums=None, n_steps=2, scope=contextlib.nullcontext):  # fmt: skip
@@ -89,8 +171,45 @@ class OverRanks:
             close(buffer, plain.get_buffer(name), of_state or tolerance, name, buffer.dtype)
 
 
+# What the messages of layers go through: a lockstep.Group, or a process group of Gloo or of lockstep.
+WORLDS = ["no torch.distributed", "gloo", "lockstep"]
+
+
+def join(world):
+    """One of WORLDS, for layers over its ranks."""
+    import torch
+    import torch.distributed as dist
+
+    import lockstep
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if world == "no torch.distributed":
+        lockstep.init_dist(timeout=60)
+        return OverRanks(lockstep.get_rank(), lockstep.all_reduce, lockstep.barrier)
+    dist.init_process_group(world)
+    atexit.register(dist.destroy_process_group)  # without it torch may end a process with std::terminate
+    return OverRanks(dist.get_rank(), dist.all_reduce, dist.barrier)
+
+
+def own_group(*parts):
+    """Of the groups of these ranks that of this rank: of torch.distributed if it is initialised, else of lockstep."""
+    import torch.distributed as dist
+
+    import lockstep
+
+    own = next(i for i, part in enumerate(parts) if (dist if dist.is_initialized() else lockstep).get_rank() in part)
+    return [dist.new_group(part) for part in parts][own] if dist.is_initialized() else lockstep.default_group().split(own)
+
+
 def state_of(net):
     return net.state_dict()
+
+
+def sgd(module):
+    import torch
+
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
 def compare_training(first, wrap, batches, optimizer=None, scope=contextlib.nullcontext, tolerance=1e-9, read=state_of):
@@ -102,9 +221,6 @@ def compare_training(first, wrap, batches, optimizer=None, scope=contextlib.null
     import torch.distributed as dist
 
     rank, size = dist.get_rank(), dist.get_world_size()
-
-    def sgd(module):
-        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
     def train(module, steps, samples, scope):
         for batch in batches:

@@ -1,5 +1,6 @@
 """Random faults, a few of them: LOCKSTEP_FAULT_RUNS is their number, LOCKSTEP_FAULT_SEED chooses others."""
 
+import collections
 import itertools
 import os
 import random
@@ -23,29 +24,22 @@ def test_survivors_name_the_rank_and_the_line():
     assert done.returncode == 0, done.stdout
 
 
-def test_stacks_of_a_survivor_that_hangs_are_reported(tmp_path):
-    program = """
-import collections, pathlib, sys
-import campaign
+def stop_for_long():
+    import campaign
 
-campaign.LIMIT, campaign.WATCHDOG = 1000, 10
-trial = {"scene": "direct", "fault": "stop", "size": 2, "victim": 1, "good_calls": 1, "seed": 1}
-print(*campaign.run_trial(trial, pathlib.Path(sys.argv[1]), collections.defaultdict(list)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=Path(__file__).parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert "rank 0 reported nothing" in done.stdout, done.stdout
-    assert re.search(r"(?s)rank 0:\nTimeout \(0:00:10\)!\n.*, line \d+ in run_rank\n", done.stdout), done.stdout
+    campaign.LIMIT, campaign.WATCHDOG = 1000, 10
+    trial = {"scene": "direct", "fault": "stop", "size": 2, "victim": 1, "good_calls": 1, "seed": 1}
+    print(*campaign.run_trial(trial, Path.cwd(), collections.defaultdict(list)))
+
+
+def test_stacks_of_a_survivor_that_hangs_are_reported(run_ranks):
+    printed = run_ranks(1, stop_for_long, launcher=[], init=None, says="rank 0 reported nothing")
+    assert re.search(r"(?s)rank 0:\nTimeout \(0:00:10\)!\n.*, line \d+ in run_rank\n", printed), printed
 
 
 def test_trainings_go_on_after_random_kills(elastic_program):
     """All programs of elastic_programs.py in turn, four kills in each, until there were as many as LOCKSTEP_FAULT_RUNS."""
-    from test_elastic import KILLS
+    from test_torch_elastic import KILLS
 
     wanted = int(os.environ.get("LOCKSTEP_FAULT_RUNS", "4"))
     rng = random.Random(int(os.environ.get("LOCKSTEP_FAULT_SEED", "1")))

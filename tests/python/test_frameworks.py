@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ranks import raises
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.nightly
@@ -11,6 +12,7 @@ pytestmark = pytest.mark.nightly
 PAGE = (Path(__file__).parents[2] / "docs/howto/frameworks.md").read_text()
 PROGRAMS = dict(re.findall(r"^## (\w+)\n.*?^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 
+ON_THE_CPU = {"ACCELERATE_USE_CPU": "true"}
 # What the ranks have in the end.
 SAME_WEIGHTS = """
 own = [p.detach() for p in model.parameters()]
@@ -28,7 +30,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("framework", CHECKS)
-def test_the_program_of_the_page(run_torch, framework):
+def test_the_program_of_the_page(run_ranks, framework):
     module, check = CHECKS[framework]
     pytest.importorskip(module)
     # Ranks begin with other parameters: equal ones in the end are those of a training over both.
@@ -36,37 +38,27 @@ def test_the_program_of_the_page(run_torch, framework):
     program = program.replace(
         "model = torch.nn.Linear(4, 1)\n", "model = torch.nn.Linear(4, 1)\nbefore = model.weight.detach().clone()\n", 1
     )
-    run_torch(
-        2,
-        program + check + "assert 'lockstep' in str(dist.get_backend()) and dist.get_world_size() == 2\n",
-        prelude=(
-            "import os; os.environ['ACCELERATE_USE_CPU'] = 'true'; import torch, torch.distributed as dist; "
-            "torch.manual_seed(int(os.environ['RANK']))\n"
-        ),
-    )
+    start = "import os, torch, torch.distributed as dist\ntorch.manual_seed(int(os.environ['RANK']))\n"
+    end = "assert 'lockstep' in str(dist.get_backend()) and dist.get_world_size() == 2\n"
+    run_ranks(2, start + program + check + end, env=ON_THE_CPU)
 
 
-@pytest.mark.parametrize(
-    "module, call, text",
-    [
-        (
-            "accelerate",
-            "accelerate.Accelerator(cpu=True, kwargs_handlers=[accelerate.InitProcessGroupKwargs(backend='lockstep')])",
-            "not available",
-        ),
-        ("ignite.distributed", "ignite.distributed.Parallel(backend='lockstep')", "Unknown backend"),
-    ],
-)
-def test_what_refuses_the_name(run_torch, module, call, text):
+def accelerate_by_name():
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    with raises(ValueError, "not available"):
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="lockstep")])
+
+
+def ignite_by_name():
+    from ignite.distributed import Parallel
+
+    with raises(ValueError, "Unknown backend"):
+        Parallel(backend="lockstep")
+
+
+@pytest.mark.parametrize("module, body", [("accelerate", accelerate_by_name), ("ignite.distributed", ignite_by_name)])
+def test_what_refuses_the_name(run_ranks, module, body):
     """The page says so; where it is accepted one day, the page is to change."""
     pytest.importorskip(module)
-    run_torch(
-        2,
-        f"""
-        import {module}
-        from ranks import raises
-        with raises(ValueError, {text!r}):
-            {call}
-        """,
-        prelude="import os; os.environ['ACCELERATE_USE_CPU'] = 'true'\n",
-    )
+    run_ranks(2, body, init=None, env=ON_THE_CPU)

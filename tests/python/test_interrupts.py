@@ -1,152 +1,157 @@
 """A handler of a signal that raises, in each phase of a call: what the rank gets, what the others get, and what is then."""
 
-import pytest
-from conftest import WORLDS
+import collections
+import ctypes
+import functools
+import signal
+from pathlib import Path
 
-pytest.importorskip("torch")
+import pytest
+from ranks import WORLDS, interrupt_when_it_waits, join, on_ranks, on_torch_ranks, raises, show_pid, wait_for
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+import lockstep as ls  # noqa: E402
+import lockstep.nn  # noqa: E402
 
 # Signals in C, so that no Python code runs, and with it the handler, before the call of C that follows.
-KICK = """
-import ctypes, functools
-kick = ctypes.CDLL(None)["raise"]
-kick.restype = float
-torch.Tensor._as_parameter_ = 0  # hooks call it with a tensor more
-def stop(*_): raise ZeroDivisionError("stopped")
-if rank == 0:
-    signal.signal(signal.SIGUSR1, stop)
-in_a_gradient = functools.partial(ctypes.CDLL(None)["raise"], signal.SIGUSR1)
-in_a_gradient.func.restype = None
-class AtRead:
-    __float__ = functools.partial(kick, signal.SIGUSR1)
-"""
+raise_in_c, raise_in_a_gradient = ctypes.CDLL(None)["raise"], ctypes.CDLL(None)["raise"]
+raise_in_c.restype, raise_in_a_gradient.restype = float, None
+kick, in_a_gradient = (functools.partial(each, signal.SIGUSR1) for each in (raise_in_c, raise_in_a_gradient))
 
-PHASES = {
-    "forward": """
-layer.eps = AtRead() if rank == 0 else layer.eps
-act = lambda: layer(x)
-""",
-    "backward": """
-y = layer(x)
-if rank == 0:
-    y.register_hook(in_a_gradient)
-act = lambda: y.sum().backward()
-""",
-    "second backward": """
-gradient, = torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
-if rank == 0:
-    gradient.register_hook(in_a_gradient)
-act = lambda: gradient.pow(2).sum().backward()
-""",
-}
+
+class AtRead:
+    __float__ = kick
+
+
+def call_in_turn(*steps):
+    collections.deque(map(functools.partial.__call__, map(functools.partial, steps)), 0)
+
+
+def set_handler():
+    def stop(*_):
+        raise ZeroDivisionError("stopped")
+
+    torch.Tensor._as_parameter_ = 0  # hooks call it with a tensor more
+    signal.signal(signal.SIGUSR1, stop)
+
+
+def forward(layer, x, with_signal):
+    if with_signal:
+        layer.eps = AtRead()
+    return lambda: layer(x)
+
+
+def backward(layer, x, with_signal):
+    y = layer(x)
+    if with_signal:
+        y.register_hook(in_a_gradient)
+    return lambda: y.sum().backward()
+
+
+def second_backward(layer, x, with_signal):
+    (gradient,) = torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
+    if with_signal:
+        gradient.register_hook(in_a_gradient)
+    return lambda: gradient.pow(2).sum().backward()
+
+
+PHASES = {"forward": forward, "backward": backward, "second backward": second_backward}
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_before_a_message_of_a_layer(run_layers, world, phase):
+@pytest.mark.parametrize("world", WORLDS)
+@on_ranks(2, init=None)
+def test_before_a_message_of_a_layer(world, phase):
     """Over Gloo, whose waits no signal ends, the handler runs when the layer has done its part."""
-    run_layers(
-        2,
-        KICK
-        + f"""
-layer = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
-x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-layer(x).sum().backward()
-again = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
-{PHASES[phase]}
-if {world!r} == "gloo":
+    rank = join(world).rank
     if rank == 0:
-        with raises(ZeroDivisionError, "stopped"): act()
-    else:
+        set_handler()
+    layer = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    layer(x).sum().backward()
+    again = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
+    act = PHASES[phase](layer, x, with_signal=rank == 0)
+    if rank == 0:
+        with raises(ZeroDivisionError, "stopped"):
+            act()
+    elif world == "gloo":
         act()
-    again(x).sum().backward()
-elif rank == 0:
-    with raises(ZeroDivisionError, "stopped"): act()
-    with raises(ls.Error, "ZeroDivisionError: stopped"): again(x)
-else:
-    with raises(ls.Error, "rank 0", "ZeroDivisionError: stopped"): act()
-    with raises(ls.Error, "ZeroDivisionError: stopped"): again(x)
-""",
-    )
+    else:
+        with raises(ls.Error, "rank 0", "ZeroDivisionError: stopped"):
+            act()
+    if world == "gloo":
+        again(x).sum().backward()
+    else:
+        with raises(ls.Error, "ZeroDivisionError: stopped"):
+            again(x)
+
+
+def blocking(options):
+    options.asyncOp = False
+    return options
 
 
 CALLS = {
-    "all_reduce": "pg.allreduce, [torch.ones(1)], blocking(dist.AllreduceOptions())",
-    "barrier": "pg.barrier, blocking(dist.BarrierOptions())",
+    "all_reduce": lambda group: functools.partial(group.allreduce, [torch.ones(1)], blocking(dist.AllreduceOptions())),
+    "barrier": lambda group: functools.partial(group.barrier, blocking(dist.distributed_c10d.BarrierOptions())),
 }
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_before_a_call_that_blocks(run_torch, call):
+@on_torch_ranks(2)
+def test_before_a_call_that_blocks(rank, call):
     """It is a refused call: the group goes on if the others refuse theirs, and they learn of it if not."""
-    run_torch(
-        2,
-        KICK
-        + f"""
-import collections, lockstep as ls
-from torch.distributed import distributed_c10d as dist
-def blocking(options):
-    options.asyncOp = False
-    return options
-pg = dist.group.WORLD
-dist.barrier()
-call = functools.partial({CALLS[call]})
-if rank == 0:
-    steps = [functools.partial(kick, signal.SIGUSR1), call]
-    with raises(ZeroDivisionError, "stopped"):
-        collections.deque(map(functools.partial.__call__, steps), 0)
-    with raises(ls.MismatchError, "ZeroDivisionError: stopped"): dist.barrier()
-else:
-    with raises(ls.MismatchError, "refused {call}", "ZeroDivisionError: stopped"): call()
-""",
-    )
+    act = CALLS[call](dist.group.WORLD)
+    dist.barrier()
+    if rank == 0:
+        set_handler()
+        with raises(ZeroDivisionError, "stopped"):
+            call_in_turn(kick, act)
+        with raises(ls.MismatchError, "ZeroDivisionError: stopped"):
+            dist.barrier()
+    else:
+        with raises(ls.MismatchError, f"refused {call}", "ZeroDivisionError: stopped"):
+            act()
 
 
-def test_before_a_wait(run_torch):
+@on_torch_ranks(2)
+def test_before_a_wait(rank):
     """The call goes on, and so does the group."""
-    run_torch(
-        2,
-        KICK
-        + """
-import collections
-x = torch.ones(1)
-if rank == 0:
-    work = dist.all_reduce(x, async_op=True)
-    steps = [functools.partial(kick, signal.SIGUSR1), work.wait]
-    with raises(ZeroDivisionError, "stopped"):
-        collections.deque(map(operator_call, steps), 0)
-    open("interrupted", "w").close()
-    work.wait()
-else:
-    while not os.path.exists("interrupted"): time.sleep(0.01)
-    dist.all_reduce(x)
-assert x.item() == 2
-dist.barrier()
-""".replace("operator_call, steps", "functools.partial.__call__, map(functools.partial, steps)"),
-    )
+    x = torch.ones(1)
+    if rank == 0:
+        set_handler()
+        work = dist.all_reduce(x, async_op=True)
+        with raises(ZeroDivisionError, "stopped"):
+            call_in_turn(kick, work.wait)
+        Path("interrupted").touch()
+        work.wait()
+    else:
+        wait_for("interrupted")
+        dist.all_reduce(x)
+    assert x.item() == 2
+    dist.barrier()
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("world", [world for world in WORLDS if world != "gloo"])
-def test_ctrl_c_ends_the_wait_of_a_layer(run_layers, phase):
-    run_layers(
-        2,
-        KICK
-        + f"""
-layer = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
-x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-{PHASES[phase].replace("rank == 0", "False")}
-if rank == 0:
-    open("pid.new", "w").write(str(os.getpid()))
-    os.rename("pid.new", "pid")
-    with raises(KeyboardInterrupt):
-        act()
-    open("interrupted", "w").close()
-else:
-    while not os.path.exists("pid"): time.sleep(0.01)
-    pid = int(open("pid").read())
-    while open(f"/proc/{{pid}}/wchan").read() == "0": time.sleep(0.01)
-    os.kill(pid, signal.SIGINT)
-    while not os.path.exists("interrupted"): time.sleep(0.01)
-    with raises(ls.PeerFailed, "rank 0 failed: KeyboardInterrupt"): act()
-with raises(ls.PeerFailed, "rank 0 failed: KeyboardInterrupt"): layer(x)
-""",
-    )
+@on_ranks(2, init=None)
+def test_ctrl_c_ends_the_wait_of_a_layer(world, phase):
+    rank = join(world).rank
+    layer = ls.nn.SyncBatchNorm(3, dtype=torch.float64)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    act = PHASES[phase](layer, x, with_signal=False)
+    if rank == 0:
+        show_pid()
+        with raises(KeyboardInterrupt):
+            act()
+        Path("interrupted").touch()
+    else:
+        interrupt_when_it_waits()
+        wait_for("interrupted")
+        with raises(ls.PeerFailed, "rank 0 failed: KeyboardInterrupt"):
+            act()
+    with raises(ls.PeerFailed, "rank 0 failed: KeyboardInterrupt"):
+        layer(x)

@@ -297,7 +297,7 @@ def test_ddp_takes_ours_and_refuses_those_of_torch():
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
         ddp = nn.parallel.DistributedDataParallel(convert_sync_batchnorm(copy.deepcopy(model)))
         ddp(torch.randn(5, 3)).sum().backward()
-        with pytest.raises(ValueError, match="GPU"):
+        with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
             nn.parallel.DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
     finally:
         dist.destroy_process_group()

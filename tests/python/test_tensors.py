@@ -6,56 +6,50 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from ranks import on_ranks, raises
 
 torch = pytest.importorskip("torch")
 
 import lockstep as ls  # noqa: E402
 
-PRELUDE = "import torch; import lockstep as ls; ls.init_dist(timeout=60); rank, size = ls.get_dist_info()\n"
 
+@on_ranks(2)
+def test_tensors_over_ranks(rank, size):
+    for dtype in [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+                  torch.float32, torch.float64]:  # fmt: skip
+        x = torch.full((2, 3), rank + 1, dtype=dtype)
+        ls.all_reduce(x)
+        assert x.eq(3).all() and x.dtype is dtype, x
+        ls.broadcast(x.fill_(rank), 1)
+        assert x.eq(1).all()
+        parts = ls.all_gather(torch.full((rank + 1, 2), rank, dtype=dtype))
+        assert [p.shape for p in parts] == [(1, 2), (2, 2)] and all(p.dtype is dtype and p.eq(r).all() for r, p in enumerate(parts))
+    flags = torch.tensor([rank == 1, False])
+    ls.all_reduce(flags, "bor")
+    assert flags.tolist() == [True, False]
+    part = torch.zeros(4)
+    ls.all_reduce(part[1:3].fill_(1))  # contiguous, and a view
+    assert part.tolist() == [0, 2, 2, 0]
+    shared = torch.ones(4)
+    ls.all_reduce_dict({"a": shared, "b": shared, "c": shared[1:], "d": shared[:3]})
+    assert shared.eq(size).all(), shared
+    data = {"loss": torch.tensor(rank + 1.0), "n": rank}
+    ls.all_reduce_dict(data, "mean")
+    assert data["loss"].item() == 1.5
 
-def test_tensors_over_ranks(run_ranks):
-    run_ranks(
-        2,
-        """
-for dtype in [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-              torch.float32, torch.float64]:
-    x = torch.full((2, 3), rank + 1, dtype=dtype)
-    ls.all_reduce(x)
-    assert x.eq(3).all() and x.dtype is dtype, x
-    ls.broadcast(x.fill_(rank), 1)
-    assert x.eq(1).all()
-    parts = ls.all_gather(torch.full((rank + 1, 2), rank, dtype=dtype))
-    assert [p.shape for p in parts] == [(1, 2), (2, 2)] and all(p.dtype is dtype and p.eq(r).all() for r, p in enumerate(parts))
-flags = torch.tensor([rank == 1, False])
-ls.all_reduce(flags, "bor")
-assert flags.tolist() == [True, False]
-part = torch.zeros(4)
-ls.all_reduce(part[1:3].fill_(1))  # contiguous, and a view
-assert part.tolist() == [0, 2, 2, 0]
-shared = torch.ones(4)
-ls.all_reduce_dict({"a": shared, "b": shared, "c": shared[1:], "d": shared[:3]})
-assert shared.eq(size).all(), shared
-data = {"loss": torch.tensor(rank + 1.0), "n": rank}
-ls.all_reduce_dict(data, "mean")
-assert data["loss"].item() == 1.5
-
-for coalesce, bucket_size_mb in [(True, -1), (True, 1e-5), (False, -1)]:
-    params = [torch.nn.Parameter(torch.full((3, 2), rank + 1.0)), torch.full((4, 5), rank + 1).t(),
-              torch.full((2,), rank + 1.0, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(rank + 1.0)]
-    ls.all_reduce_params((p for p in params), coalesce, bucket_size_mb)
-    assert all(p.eq(3).all() for p in params), params
-    ls.all_reduce_params(params, coalesce, bucket_size_mb, op="mean")
-    twice = torch.ones(3)
-    ls.all_reduce_params([twice, twice], coalesce, bucket_size_mb)
-    assert twice.eq(size).all(), twice
-    views = torch.ones(6)
-    ls.all_reduce_params([views[:4], views[2:], views.view(2, 3).t(), views.detach()], coalesce, bucket_size_mb)
-    assert views.eq(size).all(), views
-    assert all(p.eq(3).all() for p in params) and params[0].grad is None and params[0].is_leaf, params
-""",
-        prelude=PRELUDE,
-    )
+    for coalesce, bucket_size_mb in [(True, -1), (True, 1e-5), (False, -1)]:
+        params = [torch.nn.Parameter(torch.full((3, 2), rank + 1.0)), torch.full((4, 5), rank + 1).t(),
+                  torch.full((2,), rank + 1.0, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(rank + 1.0)]  # fmt: skip
+        ls.all_reduce_params((p for p in params), coalesce, bucket_size_mb)
+        assert all(p.eq(3).all() for p in params), params
+        ls.all_reduce_params(params, coalesce, bucket_size_mb, op="mean")
+        twice = torch.ones(3)
+        ls.all_reduce_params([twice, twice], coalesce, bucket_size_mb)
+        assert twice.eq(size).all(), twice
+        views = torch.ones(6)
+        ls.all_reduce_params([views[:4], views[2:], views.view(2, 3).t(), views.detach()], coalesce, bucket_size_mb)
+        assert views.eq(size).all(), views
+        assert all(p.eq(3).all() for p in params) and params[0].grad is None and params[0].is_leaf, params
 
 
 @pytest.mark.parametrize(
@@ -219,38 +213,32 @@ def test_a_tensor_is_not_kept_after_the_call():
     assert resident() - before < 400 << 20
 
 
-def test_a_tensor_with_the_negative_bit(run_ranks):
-    run_ranks(
-        2,
-        """
-        import torch
-        refused = []
-        for make in [lambda: torch._neg_view(torch.full((3,), 2.0)), lambda: torch.tensor([1 + 2j]).conj().imag,
-                     lambda: torch.tensor(1 + 2j).conj().imag]:
-            x = make()
-            assert x.is_neg() and (x == -2).all()
-            for parts in ls.all_gather(x), ls.gather(x, 1):
-                assert len(parts) == (2 if parts or rank == 1 else 0)
-                assert all((part == -2).all() and part.shape == x.shape for part in parts), parts
-            both = [make(), x.clone()]
-            ls.all_reduce_params(both)
-            assert all((y == -4).all() for y in both), both
-            one = make()
-            ls.all_reduce_params([one])
-            ls.all_reduce_params([y := make()], coalesce=False)
-            assert (one == -4).all() and (y == -4).all()
-            for write in [ls.all_reduce, lambda y: ls.all_reduce_dict({"y": y})]:
-                y = make()
-                with raises(ls.UsageError, "negative bit", "resolve_neg"):
-                    write(y)
-                assert (y == -2).all()
-        z = ls.all_gather_object(torch.tensor([1 + 2j]).conj())
-        assert z[0].tolist() == [1 - 2j] == z[1].tolist()
-        for verb in ls.all_reduce, ls.broadcast, ls.all_gather, ls.gather:  # complex: refused whatever the bits
-            with raises(ls.UsageError, "complex64"):
-                verb(torch.tensor([1 + 2j]).conj())
-        """,
-    )
+@on_ranks(2)
+def test_a_tensor_with_the_negative_bit(rank):
+    for make in [lambda: torch._neg_view(torch.full((3,), 2.0)), lambda: torch.tensor([1 + 2j]).conj().imag,
+                 lambda: torch.tensor(1 + 2j).conj().imag]:  # fmt: skip
+        x = make()
+        assert x.is_neg() and (x == -2).all()
+        for parts in ls.all_gather(x), ls.gather(x, 1):
+            assert len(parts) == (2 if parts or rank == 1 else 0)
+            assert all((part == -2).all() and part.shape == x.shape for part in parts), parts
+        both = [make(), x.clone()]
+        ls.all_reduce_params(both)
+        assert all((y == -4).all() for y in both), both
+        one = make()
+        ls.all_reduce_params([one])
+        ls.all_reduce_params([y := make()], coalesce=False)
+        assert (one == -4).all() and (y == -4).all()
+        for write in [ls.all_reduce, lambda y: ls.all_reduce_dict({"y": y})]:
+            y = make()
+            with raises(ls.UsageError, "negative bit", "resolve_neg"):
+                write(y)
+            assert (y == -2).all()
+    z = ls.all_gather_object(torch.tensor([1 + 2j]).conj())
+    assert z[0].tolist() == [1 - 2j] == z[1].tolist()
+    for verb in ls.all_reduce, ls.broadcast, ls.all_gather, ls.gather:  # complex: refused whatever the bits
+        with raises(ls.UsageError, "complex64"):
+            verb(torch.tensor([1 + 2j]).conj())
 
 
 def test_devices_of_data_raise_what_mmengine_raises():

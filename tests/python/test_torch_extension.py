@@ -1,17 +1,25 @@
 """lockstep_torch._torch: compiled for one torch, loaded when it is used."""
 
 import importlib.util
+import platform  # noqa: F401 - changed by its name
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import on_ranks, raises
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from lockstep_torch._built_for import BINARY_INTERFACE as STAMP  # noqa: E402
 
 import lockstep  # noqa: E402
+from lockstep._extension import load  # noqa: E402
+
+
+def other_python():
+    return ("3", "99", "0")
 
 
 def run(program):
@@ -84,58 +92,44 @@ assert dist.get_backend() == "lockstep" and dist.monitored_barrier is original
 """)
 
 
-def test_what_lockstep_nn_changes_leaves_torchs_behaviour():
-    run("""
-import torch, torch.distributed as dist, lockstep.nn
-from torch.nn.parallel import DistributedDataParallel
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-try:
-    DistributedDataParallel(torch.nn.SyncBatchNorm(3))
-    raise AssertionError
-except ValueError as error:
-    assert "SyncBatchNorm layers only work with GPU modules" in str(error), error
-DistributedDataParallel(lockstep.nn.SyncBatchNorm(3))
-dist.monitored_barrier()
-dist.destroy_process_group()
-dist.init_process_group("lockstep", store=dist.HashStore(), rank=0, world_size=1)
-dist.monitored_barrier()
-other = dist.new_group(backend="gloo")
-dist.monitored_barrier(other)
-""")
+@on_ranks(1, launcher=[], init=None)
+def test_lockstep_nn_leaves_torchs_monitored_barrier():
+    import lockstep.nn  # noqa: F401
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.monitored_barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("lockstep", store=dist.HashStore(), rank=0, world_size=1)
+    dist.monitored_barrier()
+    other = dist.new_group(backend="gloo")
+    dist.monitored_barrier(other)
 
 
+@on_ranks(1, launcher=[], init=None)
 def test_one_core_for_both_extensions():
-    run("""
-import lockstep, torch
-from lockstep._extension import load
-load()
-libraries = {line.split()[-1] for line in open("/proc/self/maps") if "liblockstep.so" in line}
-assert len(libraries) == 1, libraries
-""")
+    load()
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "liblockstep.so" in line}
+    assert len(libraries) == 1, libraries
 
 
 @pytest.mark.parametrize(
-    "change, text",
+    "owner, name, value, text",
     [
-        ("torch.__version__ = '9.8.7+cpu'", f"built for torch {torch.__version__.split('+')[0]}, and this is torch 9.8.7"),
-        ("platform.python_version_tuple = lambda: ('3', '99', '0')", ", and this is Python 3.99"),
+        ("torch", "__version__", "9.8.7+cpu", f"built for torch {torch.__version__.split('+')[0]}, and this is torch 9.8.7"),
+        ("platform", "python_version_tuple", other_python, ", and this is Python 3.99"),
         (
-            "lockstep._core._binary_interface = 'other'",
+            "lockstep._core",
+            "_binary_interface",
+            "other",
             f"was built for binary interface {STAMP}, and this lockstep-dist {lockstep.__version__} has other",
         ),
     ],
 )
-def test_another_torch_is_an_import_error_that_names_both(change, text):
-    run(f"""
-import platform, sys, lockstep, torch
-from lockstep._extension import load
-{change}
-try:
-    load()
-    raise AssertionError
-except ImportError as error:
-    assert {text!r} in str(error) and "pip install" in str(error) and "lockstep-torch" in str(error), error
-""")
+@on_ranks(1, launcher=[], init=None)
+def test_another_torch_is_an_import_error_that_names_both(owner, name, value, text):
+    setattr(sys.modules[owner], name, value)
+    with raises(ImportError, text, "pip install", "lockstep-torch"):
+        load()
 
 
 @pytest.mark.parametrize(
