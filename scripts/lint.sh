@@ -52,6 +52,7 @@ build/venv-lint/bin/ruff check --quiet || bad+=", $now"
 
 stage "mypy"
 build/venv-lint/bin/mypy --no-error-summary || bad+=", $now"
+build/venv-lint/bin/mypy --no-error-summary --config-file tests/python/mypy.ini || bad+=", $now"
 
 stage "faults that fit the sources"
 scripts/mutations.sh --check || bad+=", $now"
