@@ -156,7 +156,7 @@ void GroupState::end_with_refusal(const Call& call, const std::string& text) {
   } catch (const MismatchError& error) {
     mark_dead();
     const std::lock_guard lock(mutex_);
-    engine_->end_with(error);
+    if (engine_) engine_->end_with(error);
   }
 }
 
@@ -166,7 +166,7 @@ void GroupState::tell(const Refused& refused) noexcept {
   refusal.reason = refused.reason;
   refusal.text = refused.text;
   group_recorder_.skip_collective();
-  engine_->refuse(refusal);
+  if (engine_) engine_->refuse(refusal);
 }
 
 void GroupState::send_refusals() noexcept {

@@ -100,7 +100,7 @@ def test_what_changes_parameters_and_is_not_in_the_state():
         training.optimizer = torch.optim.SGD(training.model.parameters(), 0.1)
         training.epochs()
 
-    with pytest.raises(lockstep.UsageError, match="a SGD that is not a part of the state has changed parameters"):
+    with pytest.raises(lockstep.UsageError, match="an optimizer, SGD, that is not a part of the state has changed parameters"):
         training.run(optimizer_inside)
     stray = torch.nn.Linear(3, 2)
 

@@ -139,7 +139,7 @@ def test_of_a_message_of_torch_by_one_rank(rank, name, goes_on):
         with raises(ls.UsageError):
             refused()
     if rank == 0 or goes_on:
-        with raises(ls.MismatchError, f"rank 1 has refused {name} #1: ", place_of(refused)):
+        with raises(ls.MismatchError, f"rank 1 has refused {name}: ", place_of(refused)):
             of_rank_0() if rank == 0 else made()
     x = torch.ones(1)
     dist.all_reduce(x)  # the group is as before
