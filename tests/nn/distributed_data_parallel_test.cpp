@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <torch/torch.h>
@@ -71,12 +73,19 @@ TEST_P(TrainingTest, ranks_with_sync_batch_norm_equal_one_rank) {
   testing::expect_like_one_rank(training_of(shares()), setting(), 1e-9);
 }
 
+constexpr auto name_of_ranks = [](const auto& test) {
+  const auto& [form, shares] = test.param;
+  const test::Setting setting{form, static_cast<int>(shares.size())};
+  return fmt::format("{}_with_{}", name_of(setting), fmt::join(shares, "_"));
+};
+
 INSTANTIATE_TEST_SUITE_P(
     shares, TrainingTest,
     ::testing::Combine(::testing::Values(test::Form::threads, test::Form::processes,
                                          test::Form::hosts, test::Form::gloo),
                        ::testing::Values(Shares{8}, Shares{5, 3}, Shares{8, 0}, Shares{5, 2, 1},
-                                         Shares{4, 2, 2}, Shares{3, 2, 2, 1}, Shares{2, 2, 2, 2})));
+                                         Shares{4, 2, 2}, Shares{3, 2, 2, 1}, Shares{2, 2, 2, 2})),
+    name_of_ranks);
 
 /// Shares of 2 or more: plain BatchNorm1d refuses one sample.
 class PlainTrainingTest : public TrainingTest {};
@@ -91,7 +100,8 @@ TEST_P(PlainTrainingTest, ranks_with_plain_batch_norm_do_not) {
 INSTANTIATE_TEST_SUITE_P(
     shares, PlainTrainingTest,
     ::testing::Combine(::testing::Values(test::Form::threads, test::Form::processes),
-                       ::testing::Values(Shares{5, 3}, Shares{4, 2, 2}, Shares{2, 2, 2, 2})));
+                       ::testing::Values(Shares{5, 3}, Shares{4, 2, 2}, Shares{2, 2, 2, 2})),
+    name_of_ranks);
 
 struct LinearsImpl : torch::nn::Module {
   torch::nn::Linear used{2, 3}, sometimes{2, 3}, never{2, 3};
