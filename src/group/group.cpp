@@ -234,6 +234,12 @@ void NativeGroup::run(const Group& group, const Call& call, Timeout timeout) {
   group.state_->run(Call(call), timeout);
 }
 
+void NativeGroup::run(const Group& group, const Call& call, Timeout timeout, const Around& around) {
+  group.state_->run(Call(call), timeout, [&](Engine& engine, const Call& numbered) {
+    around([&] { engine.run(numbered); });
+  });
+}
+
 Work NativeGroup::post(const Group& group, const Call& call, Timeout timeout) {
   return lockstep::post(group.state_, call, timeout);
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <lockstep/engine.hpp>
 #include <lockstep/group.hpp>
 
@@ -40,6 +41,10 @@ struct NativeGroup {
   /// all_reduce and all_gather root may be a tag, 0 or more: what the call is for, which ranks
   /// compare (MismatchError). Ranks may call Group's own operations meanwhile.
   static void run(const Group& group, const Call& call, Timeout timeout);
+  /// The same for a call without lists; around(f) calls f, which runs it. What around throws itself
+  /// ends the group, as an exception of the engine does.
+  using Around = std::function<void(const std::function<void()>& f)>;
+  static void run(const Group& group, const Call& call, Timeout timeout, const Around& around);
   /// The same as an asynchronous call. What the call points to must live until the Work is done.
   static Work post(const Group& group, const Call& call, Timeout timeout);
   /// See NativeEngine.

@@ -3,6 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>
 
+#include <exception>
+#include <functional>
+#include <optional>
 #include <utility>
 
 #include "base/hash.hpp"
@@ -59,8 +62,27 @@ void detail::Layer::all_gather(std::string_view pass, const ConstElements& in,
 }
 
 void detail::Layer::run(std::string_view pass, const Call& call) const {
-  const InterruptibleCall interruptible(group);  // Ctrl-C ends it, also within backward
-  communicate(pass, [&] { internal::NativeGroup::run(group, call, Timeout()); });
+  // Ctrl-C ends it, also within backward. What a handler raises before it ends the group, for whose
+  // other ranks this call has begun; the rank gets it when the group has ended.
+  std::exception_ptr raised;
+  try {
+    communicate(pass, [&] {
+      internal::NativeGroup::run(group, call, Timeout(),
+                                 [&](const std::function<void()>& run_on_engine) {
+                                   std::optional<InterruptibleCall> interruptible;
+                                   try {
+                                     interruptible.emplace(group);
+                                   } catch (const std::exception& error) {
+                                     raised = std::current_exception();
+                                     group.abandon(error.what());
+                                   }
+                                   run_on_engine();
+                                 });
+    });
+  } catch (const Error&) {
+    if (!raised) throw;
+  }
+  if (raised) std::rethrow_exception(raised);
 }
 
 void detail::Layer::rethrow(std::string_view pass, const Error& error) const {
