@@ -37,32 +37,30 @@ std::shared_ptr<Recorder> Recorder::in_process(int rank, int world_size,
   return std::make_shared<Recorder>(std::move(memory));
 }
 
-std::uint32_t Recorder::site(const std::source_location& where) {
-  const std::uint64_t key = reinterpret_cast<std::uintptr_t>(where.file_name()) + where.line();
-  const std::size_t first = key * 0x9e3779b97f4a7c15ULL >> 32U;
-  std::atomic<std::uint8_t>* slot = nullptr;
-  const auto find = [&] {  // 0: not in the table; it belongs into `slot`
-    for (std::size_t i = first;; ++i) {
-      slot = &site_numbers_[i % site_numbers_.size()];
-      const std::uint32_t number = slot->load(std::memory_order_acquire);
-      const Site& site = sites_[number];
-      if (number == 0 || (site.file == where.file_name() && site.line == where.line())) {
-        return number;
-      }
+std::uint32_t Recorder::find_or_add(const Site& wanted) {
+  std::size_t i = first_slot(wanted);
+  const auto find = [&] {  // 0: not in the table; it belongs into slot i
+    for (;; ++i) {
+      const std::uint32_t number = slot(i).load(std::memory_order_acquire);
+      if (number == 0 || sites_[number] == wanted) return number;
     }
   };
+  constexpr auto is_full = [](std::uint32_t n) { return n + 1 >= FlightRecord::kMaxSites; };
   if (const std::uint32_t known = find(); known != 0) return known;
+  if (is_full(n_sites_.load(std::memory_order_relaxed))) return 0;
   const std::lock_guard lock(mutex_);
   if (const std::uint32_t known = find(); known != 0) return known;
-  if (n_sites_ + 1 >= FlightRecord::kMaxSites) return 0;
-  const std::uint32_t number = ++n_sites_;
-  sites_[number] = {where.file_name(), where.line()};
+  const std::uint32_t n_sites = n_sites_.load(std::memory_order_relaxed);
+  if (is_full(n_sites)) return 0;
+  const std::uint32_t number = n_sites + 1;
+  sites_[number] = wanted;
   base::copy_text(record_->sites[number],
-                  where.line() == 0
+                  wanted.line == 0
                       ? "an unknown line"
-                      : fmt::format("{}:{}", base::base_name(where.file_name()), where.line()));
+                      : fmt::format("{}:{}", base::base_name(wanted.file), wanted.line));
   if (trace_) trace_->name_site(number, site_of(*record_, number));
-  slot->store(static_cast<std::uint8_t>(number), std::memory_order_release);
+  n_sites_.store(number, std::memory_order_relaxed);
+  slot(i).store(static_cast<std::uint8_t>(number), std::memory_order_release);
   return number;
 }
 

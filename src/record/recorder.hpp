@@ -32,8 +32,13 @@ class Recorder {
 
   FlightRecord& record() const noexcept { return *record_; }
 
-  /// The number under which readers find this source line. Takes no lock if it is known.
-  std::uint32_t site(const std::source_location& where);
+  /// The number under which readers find this source line; 0: there is no room. Takes a lock for a
+  /// new line only.
+  std::uint32_t site(const std::source_location& where) {
+    const Site wanted{where.file_name(), where.line()};
+    const std::uint32_t likely = slot(first_slot(wanted)).load(std::memory_order_acquire);
+    return likely != 0 && sites_[likely] == wanted ? likely : find_or_add(wanted);
+  }
   /// The number under which readers find a group in which this rank is `rank`.
   std::uint32_t add_group(std::string_view name, int rank, int size);
 
@@ -57,7 +62,16 @@ class Recorder {
   struct Site {
     const char* file;
     std::uint_least32_t line;
+    friend bool operator==(const Site&, const Site&) = default;
   };
+  static std::size_t first_slot(const Site& site) noexcept {
+    const std::uint64_t key = reinterpret_cast<std::uintptr_t>(site.file) + site.line;
+    return key * 0x9e3779b97f4a7c15ULL >> 32U;
+  }
+  std::atomic<std::uint8_t>& slot(std::size_t i) noexcept {
+    return site_numbers_[i % site_numbers_.size()];
+  }
+  std::uint32_t find_or_add(const Site& wanted);
 
   base::ForkGuard process_;
   std::shared_ptr<FlightRecord> record_;
@@ -65,7 +79,7 @@ class Recorder {
   std::atomic<bool> has_failed_{false};
   std::shared_ptr<Trace> trace_;
   std::mutex mutex_;  // guards writes to sites_, and to the record's sites and groups
-  std::uint32_t n_sites_ = 0;
+  std::atomic<std::uint32_t> n_sites_{0};
   std::array<Site, FlightRecord::kMaxSites> sites_{};  // element i is the record's entry i
   /// A hash table of the elements of sites_, which it publishes; 0: none. Half of it stays empty.
   std::array<std::atomic<std::uint8_t>, 2 * FlightRecord::kMaxSites> site_numbers_{};
