@@ -54,7 +54,7 @@ std::string text_of_refusal(std::string_view call, std::string_view reason,
                             const std::source_location& where) {
   std::array<char, 160> line{};  // so that the place fits behind it, where engines send it
   base::copy_truncated(line, reason.substr(0, reason.find('\n')));
-  const std::string text = fmt::format("refused {}: {}", call, base::text_in(line));
+  std::string text = fmt::format("refused {}: {}", call, base::text_in(line));
   if (where.line() == 0) return text;
   return fmt::format("{}, at {}:{}", text, base::base_name(where.file_name()), where.line());
 }
