@@ -48,6 +48,18 @@ expect("cmake/LockstepPackages.cmake: -dev packages that liblockstep-dev needs",
        sorted(name for name in re.split(r"[ ,]+", depends) if name.endswith("-dev")),
        sorted(NAMES[name][2] for name in linked))
 
+# The version stands in CMakeLists.txt; where it has to be written again, it is compared.
+macros = [re.search(rf"LOCKSTEP_VERSION_{part} (\d+)", text_of("include/lockstep/lockstep.h"))[1]
+          for part in ("MAJOR", "MINOR", "PATCH")]
+expect("include/lockstep/lockstep.h: LOCKSTEP_VERSION_", ".".join(macros), version)
+minor = version.rpartition(".")[0]
+found = subprocess.run(["git", "grep", "-nE", r"find_package\(lockstep [0-9]"], cwd=ROOT, check=True, capture_output=True,
+                       text=True).stdout.splitlines()
+expect(f"find_package(lockstep ...) of another version than {minor}",
+       [line for line in found if f"find_package(lockstep {minor}" not in line], [])
+if not re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", text_of("CHANGELOG.md"), re.M):
+    complaints.append(f"CHANGELOG.md: no heading '## [{version}] - YYYY-MM-DD'")
+
 port = json.loads(text_of("packaging/vcpkg/lockstep/vcpkg.json"))
 expect("packaging/vcpkg: version", port["version-semver"], version)
 expect("packaging/vcpkg: license", port["license"], "Apache-2.0")

@@ -31,7 +31,7 @@
 
 /** The version of this header; lockstep_version() has the library's. */
 #define LOCKSTEP_VERSION_MAJOR 0
-#define LOCKSTEP_VERSION_MINOR 1
+#define LOCKSTEP_VERSION_MINOR 2
 #define LOCKSTEP_VERSION_PATCH 0
 
 #if defined(_WIN32)
@@ -99,7 +99,7 @@ typedef struct lockstep_site lockstep_site;     /**< a line of the caller's sour
 
 /* --- version --------------------------------------------------------------------------------- */
 
-/** "0.1.0". Lives as long as the library. */
+/** "0.2.0". Lives as long as the library. */
 LOCKSTEP_API const char* lockstep_version(void);
 /** major * 10000 + minor * 100 + patch */
 LOCKSTEP_API int lockstep_version_number(void);
