@@ -18,10 +18,10 @@ twice=$(git ls-files 'src/*.[ch]pp' 'src/*.inc' | sed 's#.*/##' | sort | uniq -d
 [ -z "$twice" ] || { echo "more than one file of src/ is called $twice" && bad+=", $now"; }
 
 stage "tests that the documents name"
-awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md docs/howto/programs.md || bad+=", $now"
+awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md docs/howto/programs.md SECURITY.md || bad+=", $now"
 
 stage "files that the documents name"
-missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' docs/*.md docs/*/*.md |
+missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' *.md docs/*.md docs/*/*.md |
   sort -u | while IFS= read -r file; do [ -e "$file" ] || echo "$file does not exist"; done)
 [ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
 
