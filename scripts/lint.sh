@@ -43,9 +43,12 @@ missing=$({
 stage "links and anchors"
 python3 -B scripts/docs/links.py || bad+=", $now"
 
+stage "lines and words of the documents"
+python3 -B scripts/docs/prose.py || bad+=", $now"
+
 stage "spelling"
 git ls-files -z --cached --others --exclude-standard '*.md' '*.hpp' '*.h' '*.cpp' '*.py' '*.pyi' '*.sh' dev scripts/help.txt scripts/packages.conf |
-  xargs -0 codespell --ignore-words=scripts/docs/words.txt || bad+=", $now"
+  xargs -0 codespell --ignore-words=scripts/docs/spelling.txt || bad+=", $now"
 
 stage "ruff"
 build/venv-lint/bin/ruff check --quiet || bad+=", $now"

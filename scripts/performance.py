@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 
 from performance_goals import LIMITS, bound, bytes_text, goals_table, judge, library_of, runs_of, time_text
 
@@ -372,7 +373,8 @@ def draw(result_path, page):
     text = open(page).read()
     images = os.path.join(os.path.dirname(page), 'images')
     blocks = {'machine': '{cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}; '.format(
-        **result['machine']) + when(result) + '.\n\nPeers: ' + peers_text(result) + '.'}
+        **result['machine']) + when(result) + '.\n\n' + '\n'.join(textwrap.wrap(
+            'Peers: ' + peers_text(result) + '.', 130, break_long_words=False, break_on_hyphens=False))}
     for name, run in result['runs'].items():
         if name in TABLES:
             blocks[name] = f"    {run['command']}\n\n" + ratios_table(run, *TABLES[name])
