@@ -4,8 +4,8 @@ import json
 import os
 import re
 
-LIMITS = ['floor', 'bare']  # candidates of bench/compare that are no peers
-PLACEMENTS = ['near', 'siblings', 'far']  # of the two cores, in the order in which they stand in for one another
+LIMITS = ['minimum', 'unchecked']  # candidates of bench/compare that are no peers
+PLACEMENTS = ['same L3', 'same core', 'other L3']  # of the two cores, in the order in which they stand in for one another
 AT_THE_LIMIT = 0.95  # of the limit's speed: then a goal is reached too
 
 
@@ -131,4 +131,4 @@ def judge(result, goals):
         if len(seen) < len(found):
             text += f' ({len(found) - len(seen)} of {len(found)} not seen)'
         reached = [word for word in ('aim', 'must') if sign * seen[where] >= sign * goal[word]]
-        yield goal, text, reached[0] if reached else 'limit' if where in at_limit else '**short**'
+        yield goal, text, reached[0] if reached else 'limit' if where in at_limit else '**missed**'

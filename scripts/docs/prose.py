@@ -18,7 +18,7 @@ _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
 
 
 def prose(markdown: str) -> Iterator[tuple[int, str]]:
-    """The lines, by number, that are neither code nor a table."""
+    """The lines, by number, that are no code."""
     fence = ""
     is_in_list = is_code = False
     above = ""
@@ -33,7 +33,7 @@ def prose(markdown: str) -> Iterator[tuple[int, str]]:
                 is_in_list = False
             # Four spaces behind an empty line begin code, but not in a list, whose items go on so.
             is_code = line.startswith("    ") and (is_code or not above) and not is_in_list or (is_code and not line)
-            if not is_code and not line.lstrip().startswith("|"):
+            if not is_code:
                 yield number, line
             above = line
 
@@ -48,13 +48,13 @@ def phrases() -> list[tuple[re.Pattern[str], str]]:
 def complaints(path: str, words: list[tuple[re.Pattern[str], str]]) -> Iterator[str]:
     text = (ROOT / path).read_text()
     for number, line in prose(text):
-        # What cannot be broken: an image, HTML.
-        if len(line) > LONGEST and not line.startswith(("![", "<")):
+        # What cannot be broken: a table, an image, HTML.
+        if len(line) > LONGEST and not line.lstrip().startswith(("|", "![", "<")):
             yield f"{path}:{number}: {len(line)} characters, at most {LONGEST}"
     if path == "CHANGELOG.md":  # it has the words of its day
         return
-    # Tables too, and phrases that a line break divides; code has the names that it has.
-    whole = re.sub(r"\n *", " ", _CODE.sub(lambda code: " " * len(code[0]), text))
+    # Phrases that a line break divides too; code has the names that it has.
+    whole = re.sub(r"\n *", " ", _CODE.sub(lambda code: " " * len(code[0]), "\n".join(line for _, line in prose(text))))
     for pattern, better in words:
         for found in pattern.finditer(whole):
             yield f"{path}: '{found[0].strip()}' in '{whole[max(0, found.start() - 30) : found.end() + 30]}': {better}"

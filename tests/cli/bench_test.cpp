@@ -174,7 +174,7 @@ TEST_F(BenchCompareTest, beside_mpi) {
 TEST_F(BenchCompareTest, beside_limits) {
   const TemporaryFolder folder;
   const Ended ended =
-      compare({"--unpinned",  "--peer",     "floor",      "--peer", "bare",
+      compare({"--unpinned",  "--peer",     "minimum",    "--peer", "unchecked",
                "--operation", "barrier",    "all_reduce", "--min",  "4",
                "--max",       "256KiB",     "--factor",   "16",     "--blocks",
                "1",           "--block-ms", "1",          "--json", folder / "figures.json"});
@@ -182,14 +182,14 @@ TEST_F(BenchCompareTest, beside_limits) {
   ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
   const nlohmann::json rows = read_json(folder / "figures.json")["rows"];
   ASSERT_EQ(rows.size(), (1U + 5U) * 3U);
-  const std::array<std::string, 3> libraries = {"lockstep", "floor", "bare"};
+  const std::array<std::string, 3> libraries = {"lockstep", "minimum", "unchecked"};
   for (std::size_t i = 0; i < rows.size(); ++i) {
     EXPECT_EQ(rows[i]["library"], libraries.at(i % 3));
     expect_times(rows[i]);
   }
-  const Ended three = compare({"-n", "3", "--peer", "floor"});
+  const Ended three = compare({"-n", "3", "--peer", "minimum"});
   EXPECT_EQ(three.exit_code, 1);
-  EXPECT_TRUE(contains(three.err, "floor: supports 2 ranks, not 3")) << three.err;
+  EXPECT_TRUE(contains(three.err, "minimum: supports 2 ranks, not 3")) << three.err;
 }
 
 TEST_F(BenchCompareTest, every_block_is_in_a_placement_or_moved) {
@@ -206,7 +206,8 @@ TEST_F(BenchCompareTest, every_block_is_in_a_placement_or_moved) {
     std::size_t n_blocks = row.value("moved", 0U);
     const nlohmann::json placements = row.value("placements", nlohmann::json::object());
     for (const auto& [placement, figures] : placements.items()) {
-      EXPECT_TRUE(placement == "siblings" || placement == "near" || placement == "far") << row;
+      EXPECT_TRUE(placement == "same core" || placement == "same L3" || placement == "other L3")
+          << row;
       expect_times(figures);
       for (const nlohmann::json& block : figures["blocks"]) {
         expect_times(block);

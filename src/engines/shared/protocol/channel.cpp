@@ -16,8 +16,8 @@
 namespace lockstep::shared {
 namespace {
 
-/// bench/peers/bare.cpp measures the cost of a call without comparison and recording.
-#ifdef LOCKSTEP_BARE
+/// bench/peers/unchecked.cpp measures the cost of a call without comparison and recording.
+#ifdef LOCKSTEP_UNCHECKED
 constexpr bool kRecordsCalls = false;
 #else
 constexpr bool kRecordsCalls = true;

@@ -48,9 +48,9 @@ void poll(Ready ready) {
   }
 }
 
-class Floor : public lockstep::bench::Limit {
+class Minimum : public lockstep::bench::Limit {
  public:
-  Floor(std::array<Side, 2>& sides, std::size_t rank)
+  Minimum(std::array<Side, 2>& sides, std::size_t rank)
       : sides_(sides), rank_(rank), mine_(sides[rank]), theirs_(sides[1 - rank]) {}
 
   void barrier() override { exchange(nullptr, 0); }
@@ -144,7 +144,7 @@ int main(int argc, char** argv) {
   if (rank == 1) ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   int code = 0;
   try {
-    Floor library(*sides, static_cast<std::size_t>(rank));
+    Minimum library(*sides, static_cast<std::size_t>(rank));
     lockstep::bench::Rank(argv[1], rank, /*n_ranks=*/2).serve(library);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());

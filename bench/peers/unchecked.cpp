@@ -1,7 +1,7 @@
 // lockstep against itself in bench/compare: the shared engine called directly, without a Group's
 // overhead (argument checks, timeout, recorder) and without the checks and records of the engine
-// itself (channel.cpp is compiled separately for this program, with LOCKSTEP_BARE). Not for use by
-// hand.
+// itself (channel.cpp is compiled separately for this program, with LOCKSTEP_UNCHECKED). Not for
+// use by hand.
 #include <cstdio>
 
 #include "engines/catalog.hpp"
@@ -20,9 +20,9 @@ lockstep::Call call_of(lockstep::Op op, std::size_t count, void* out) {
           .where = std::source_location::current()};
 }
 
-class Bare : public lockstep::bench::Limit {
+class Unchecked : public lockstep::bench::Limit {
  public:
-  explicit Bare(lockstep::Engine& engine) : engine_(engine) {}
+  explicit Unchecked(lockstep::Engine& engine) : engine_(engine) {}
 
   void barrier() override { engine_.run(call_of(lockstep::Op::barrier, 0, nullptr)); }
 
@@ -43,7 +43,7 @@ int main(int argc, char** argv) {
     lockstep::bench::Rank me(argv[1], world.rank, world.size);
     const auto engine =
         lockstep::engines::join("shared", world, call_of(lockstep::Op::barrier, 0, nullptr)).engine;
-    Bare library(*engine);
+    Unchecked library(*engine);
     me.serve(library);
     engine->leave({});
   } catch (const std::exception& error) {
