@@ -146,7 +146,7 @@ const bool registered = [] {
     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max, ReduceOp::mean, ReduceOp::bxor}) {
       for (int type = 0; type < kDTypes; ++type) {
         const auto dtype = static_cast<DType>(type);
-        if (!can_reduce(dtype, op)) continue;
+        if (!can_reduce(op, dtype)) continue;
         for (const int n : {2, 4, 8}) {
           for (const std::size_t n_bytes : {std::size_t{64} << 10, std::size_t{64} << 20}) {
             benchmark::RegisterBenchmark(

@@ -5,7 +5,8 @@ set(lockstep_openmpi_library mpi openmpi/lib)
 set(lockstep_mpich_header include/${CMAKE_LIBRARY_ARCHITECTURE}/mpich)
 set(lockstep_mpich_library mpich "")
 
-foreach(mpi openmpi mpich)
+set(lockstep_mpis openmpi mpich)
+foreach(mpi ${lockstep_mpis})
   list(GET lockstep_${mpi}_library 0 name)
   list(GET lockstep_${mpi}_library 1 folder)
   find_path(LOCKSTEP_${mpi}_INCLUDE mpi.h PATH_SUFFIXES ${lockstep_${mpi}_header} NO_CACHE)
@@ -27,7 +28,7 @@ endfunction()
 
 # Defines OPENMPI_MODULE and MPICH_MODULE, each empty where that module is not built.
 function(lockstep_tell_mpi_modules target)
-  foreach(mpi openmpi mpich)
+  foreach(mpi ${lockstep_mpis})
     string(TOUPPER ${mpi} name)
     set(module "")
     if(TARGET lockstep_mpi_${mpi})

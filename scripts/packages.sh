@@ -66,7 +66,7 @@ programs() { # NAME PREFIX
 # --- CMake's install, then the same moved -----------------------------------------------------------
 install_parts() {
   local part
-  for part in dev runtime tools openmpi mpich nn; do
+  for part in $(sed -nE 's/^set\(CPACK_COMPONENTS_ALL "(.*)"\)$/\1/p' "$build/CPackConfig.cmake" | tr ';' ' '); do
     cmake --install "$build" --prefix "$out/first" --component $part || return
   done
 }

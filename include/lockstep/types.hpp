@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <bit>
 #include <chrono>
 #include <concepts>
@@ -8,6 +9,7 @@
 #include <optional>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 
 namespace lockstep {
 
@@ -69,6 +71,53 @@ std::string_view name_of(DType dtype);
 /// bitwise identical on all ranks. Over several hosts first the ranks of each host, then the hosts:
 /// the same tree if each host has 2^k consecutive ranks, and the last at most as many.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
+
+/// A row of kReduceOps.
+struct ReduceOpTraits {
+  ReduceOp op;
+  std::string_view name;       ///< as in errors and of parse_reduce_op
+  bool is_arithmetic = false;  ///< of numbers: not of bool
+  bool is_bitwise = false;     ///< of bits: not of floats
+};
+
+/// Every reduction, in the order of their values.
+inline constexpr std::array kReduceOps = {
+    ReduceOpTraits{.op = ReduceOp::sum, .name = "sum", .is_arithmetic = true},
+    ReduceOpTraits{.op = ReduceOp::product, .name = "product", .is_arithmetic = true},
+    ReduceOpTraits{.op = ReduceOp::min, .name = "min"},
+    ReduceOpTraits{.op = ReduceOp::max, .name = "max"},
+    ReduceOpTraits{.op = ReduceOp::band, .name = "band", .is_bitwise = true},
+    ReduceOpTraits{.op = ReduceOp::bor, .name = "bor", .is_bitwise = true},
+    ReduceOpTraits{.op = ReduceOp::bxor, .name = "bxor", .is_bitwise = true},
+    ReduceOpTraits{.op = ReduceOp::mean, .name = "mean", .is_arithmetic = true},
+};
+
+static_assert([] {
+  for (std::size_t i = 0; i < kReduceOps.size(); ++i) {
+    if (static_cast<std::size_t>(kReduceOps[i].op) != i) return false;
+  }
+  return true;
+}());
+
+namespace detail {
+/// Of the row of `op`, as comparisons with constants: a call reads no table.
+template <bool ReduceOpTraits::*kIs>
+constexpr bool is(ReduceOp op) {
+  return [op]<std::size_t... i>(std::index_sequence<i...>) {
+    return ((std::bool_constant<kReduceOps[i].*kIs>::value && op == static_cast<ReduceOp>(i)) ||
+            ...);
+  }
+  (std::make_index_sequence<kReduceOps.size()>());
+}
+}  // namespace detail
+
+/// Whether the reduction is defined for elements of the type. false if it is no ReduceOp.
+constexpr bool can_reduce(ReduceOp op, DType dtype) {
+  if (static_cast<std::size_t>(op) >= kReduceOps.size()) return false;
+  if (dtype == detail::kMoments) return op == ReduceOp::sum;
+  if (dtype == DType::boolean) return !detail::is<&ReduceOpTraits::is_arithmetic>(op);
+  return !detail::is<&ReduceOpTraits::is_bitwise>(op) || !is_floating(dtype);
+}
 
 /// "sum", ... as in errors.
 std::string_view name_of(ReduceOp op);

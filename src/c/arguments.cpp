@@ -31,6 +31,7 @@ static_assert(LOCKSTEP_BAND == static_cast<int>(ReduceOp::band));
 static_assert(LOCKSTEP_BOR == static_cast<int>(ReduceOp::bor));
 static_assert(LOCKSTEP_BXOR == static_cast<int>(ReduceOp::bxor));
 static_assert(LOCKSTEP_MEAN == static_cast<int>(ReduceOp::mean));
+static_assert(LOCKSTEP_MEAN + 1 == kReduceOps.size());
 
 Timeout timeout_of(std::int64_t timeout_ms) {
   if (timeout_ms == LOCKSTEP_GROUP_TIMEOUT) return {};
@@ -69,7 +70,7 @@ DType Arguments::dtype(int value) const {
 }
 
 ReduceOp Arguments::reduction(int value) const {
-  if (value < LOCKSTEP_SUM || value > LOCKSTEP_MEAN) {
+  if (static_cast<std::size_t>(value) >= kReduceOps.size()) {
     reject(fmt::format("reduction {} does not exist; use a lockstep_reduction, as LOCKSTEP_SUM",
                        value));
   }

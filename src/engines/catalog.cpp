@@ -86,18 +86,28 @@ Availability mpi_available(const internal::World& world) {
 /// The engine that hierarchical uses between hosts: the first that can send ordinary memory there.
 const Entry* find_global(const internal::World& world) {
   for (const Entry& entry : catalog()) {
-    if (entry.name != "mpi" && entry.name != "gloo") continue;
-    if (entry.available(world).is_available) return &entry;
+    if (entry.is_between_hosts && entry.available(world).is_available) return &entry;
   }
   return nullptr;
+}
+
+/// Of the libtorch layer, whose rows are there if a program links it.
+bool is_of_torch(std::string_view name) { return name == "gloo" || name == "nccl"; }
+
+std::string names_between_hosts() {
+  std::string names;
+  for (const Entry& entry : catalog()) {
+    if (!entry.is_between_hosts || is_of_torch(entry.name)) continue;
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", entry.name);
+  }
+  return names + " or (with libtorch) gloo";
 }
 
 // Uses only what is the same on all ranks: the number of ranks per host may differ.
 Availability hierarchical_available(const internal::World& world) {
   return {.is_available = world.size > 1 && find_global(world) != nullptr,
-          .reason =
-              "needs an engine between hosts, mpi or (with libtorch) gloo, and more than one "
-              "rank"};
+          .reason = fmt::format("needs an engine between hosts, {}, and more than one rank",
+                                names_between_hosts())};
 }
 
 JoinedEngine join_hierarchical(internal::World& world, const Call& barrier) {
@@ -119,7 +129,7 @@ const std::vector<Entry>& catalog() {
     std::vector<Entry> all = {
         {"shared", shared_available, join_shared},
         {"hierarchical", hierarchical_available, join_hierarchical},
-        {"mpi", mpi_available, join_mpi},
+        {"mpi", mpi_available, join_mpi, /*is_between_hosts=*/true},
         {"solo", solo_available, join_solo},
     };
     if (lockstep_nn_engines != nullptr) lockstep_nn_engines(all);
@@ -145,12 +155,12 @@ JoinedEngine join(std::string_view backend, internal::World& world, const Call& 
     fmt::format_to(std::back_inserter(reasons), "\n  {} {}", entry.name, availability.reason);
   }
   if (reasons.empty()) {
-    const bool is_of_torch = backend == "gloo" || backend == "nccl";
-    throw UsageError(context_of(barrier, world.rank),
-                     fmt::format("backend '{}' {}; use auto, {}", backend,
-                                 is_of_torch ? "is only in C++ programs that link lockstep::nn"
-                                             : "does not exist",
-                                 names));
+    throw UsageError(
+        context_of(barrier, world.rank),
+        fmt::format("backend '{}' {}; use auto, {}", backend,
+                    is_of_torch(backend) ? "is only in C++ programs that link lockstep::nn"
+                                         : "does not exist",
+                    names));
   }
   throw EngineError(context_of(barrier, world.rank),
                     fmt::format("no engine can join rank {} of {} (launcher: {}):{}", world.rank,

@@ -37,6 +37,8 @@ struct Entry {
   /// Joins the world as its rank; `barrier` has the timeout and the caller's source line. Sets what
   /// the launcher tells of the world meanwhile: rank and size of a later one.
   JoinedEngine (*join)(internal::World& world, const Call& barrier);
+  /// Whether it sends ordinary memory between hosts, so that hierarchical may use it there.
+  bool is_between_hosts = false;
 };
 
 /// All engines, in the order in which `auto` tries them.

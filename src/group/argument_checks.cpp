@@ -17,7 +17,7 @@ void reject(GroupState& group, const Call& call, const std::string& text) {
 }
 
 std::string why_no_reduction(ReduceOp op, DType dtype) {
-  if (op > ReduceOp::mean) {
+  if (static_cast<std::size_t>(op) >= kReduceOps.size()) {
     return fmt::format("reduction {} does not exist", static_cast<int>(op));
   }
   if (dtype == DType::boolean) {

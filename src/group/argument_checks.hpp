@@ -23,14 +23,6 @@ std::string why_no_reduction(ReduceOp op, DType dtype);
 [[noreturn]] void reject_memory(GroupState& group, const Call& call, const ConstElements& data,
                                 std::string_view parameter);
 
-inline bool can_reduce(ReduceOp op, DType dtype) {
-  const bool is_arithmetic = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
-  const bool is_bitwise = op >= ReduceOp::band && op <= ReduceOp::bxor;
-  if (op > ReduceOp::mean) return false;
-  if (dtype == detail::kMoments) return op == ReduceOp::sum;
-  return dtype == DType::boolean ? !is_arithmetic : !is_bitwise || !is_floating(dtype);
-}
-
 inline void check_reduction(GroupState& group, const Call& call) {
   if (!can_reduce(call.reduce, call.dtype)) reject_reduction(group, call);
 }

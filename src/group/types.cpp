@@ -7,6 +7,8 @@
 #include <lockstep/types.hpp>
 #include <string>
 
+#include "group/names_of_reductions.hpp"
+
 namespace lockstep {
 
 std::string_view name_of(DType dtype) {
@@ -29,16 +31,8 @@ std::string_view name_of(DType dtype) {
 }
 
 std::string_view name_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::sum: return "sum";
-    case ReduceOp::product: return "product";
-    case ReduceOp::min: return "min";
-    case ReduceOp::max: return "max";
-    case ReduceOp::band: return "band";
-    case ReduceOp::bor: return "bor";
-    case ReduceOp::bxor: return "bxor";
-    case ReduceOp::mean: return "mean";
-  }
+  const auto i = static_cast<std::size_t>(op);
+  if (i < kReduceOps.size()) return kReduceOps[i].name;
   return "unknown reduction";
 }
 
@@ -65,14 +59,12 @@ ReduceOp parse_reduce_op(std::string_view name) {
   std::string lower(name);
   std::transform(lower.begin(), lower.end(), lower.begin(),
                  [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  for (int i = 0; i <= static_cast<int>(ReduceOp::mean); ++i) {
-    const auto op = static_cast<ReduceOp>(i);
-    if (lower == name_of(op)) return op;
+  for (const ReduceOpTraits& known : kReduceOps) {
+    if (lower == known.name) return known.op;
   }
   throw UsageError(
       {.operation = "parse_reduce_op"},
-      fmt::format("'{}' is not a reduction; use sum, product, min, max, band, bor, bxor or mean",
-                  name));
+      fmt::format("'{}' is not a reduction; use {}", name, internal::names_of_reductions()));
 }
 
 }  // namespace lockstep

@@ -30,19 +30,4 @@ void reduce(DType dtype, ReduceOp op, const void* const* in, int n, void* out, s
   table.function[static_cast<int>(dtype)][static_cast<int>(op)](in, n, out, count);
 }
 
-bool can_reduce(DType dtype, ReduceOp op) {
-  if (dtype == detail::kMoments) return op == ReduceOp::sum;
-  switch (op) {
-    case ReduceOp::sum:
-    case ReduceOp::product:
-    case ReduceOp::mean: return dtype != DType::boolean;
-    case ReduceOp::min:
-    case ReduceOp::max: return true;
-    case ReduceOp::band:
-    case ReduceOp::bor:
-    case ReduceOp::bxor: return !is_floating(dtype);
-  }
-  return false;
-}
-
 }  // namespace lockstep::kernels

@@ -17,8 +17,4 @@ namespace lockstep::kernels {
 /// except the payload of a NaN produced by a sum or product. Threads: any number at once.
 void reduce(DType dtype, ReduceOp op, const void* const* in, int n, void* out, std::size_t count);
 
-/// Whether `op` is defined for `dtype`: bit operations for integers and bool; sum, product and mean
-/// not for bool.
-bool can_reduce(DType dtype, ReduceOp op);
-
 }  // namespace lockstep::kernels

@@ -322,8 +322,8 @@ void merge_moments(const void* const* in, int n, void* out, std::size_t count) {
 
 }  // namespace
 
-// Rows in DType's order, columns in ReduceOp's. Sums and products of integers use unsigned types,
-// whose wrapping is defined.
+// Rows in DType's order, columns in that of kReduceOps. Sums and products of integers use unsigned
+// types, whose wrapping is defined.
 #define LOCKSTEP_INTEGER_ROW(T, Unsigned, ...)                                                  \
   {                                                                                             \
     reduce_all<Plain<Unsigned>, Sum>, reduce_all<Plain<Unsigned>, Product>,                     \

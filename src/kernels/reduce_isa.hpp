@@ -11,11 +11,10 @@ namespace lockstep::kernels {
 using ReduceFunction = void (*)(const void* const* in, int n, void* out, std::size_t count);
 
 inline constexpr int kDTypes = 14;
-inline constexpr int kReduceOps = 8;
 
-/// One function per (dtype, op); null if the op is not defined.
+/// One function per (dtype, op); null if not can_reduce(op, dtype).
 struct ReduceTable {
-  ReduceFunction function[kDTypes][kReduceOps];
+  ReduceFunction function[kDTypes][kReduceOps.size()];
 };
 
 // One per instruction set that this build has; each for n >= 2.

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "group/names_of_reductions.hpp"
 #include "group/no_rank_text.hpp"
 #include "python/call.hpp"
 #include "python/core_module.hpp"
@@ -146,9 +147,12 @@ void define_arrays(nb::module_& module) {
   define_operation(
       module, "all_reduce", &all_reduce, "data"_a.none(), "op"_a = "sum",
       "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
-      "data <- reduction of every rank's data, in place, with the same bits on all ranks.\n\n"
-      "op: sum, product, min, max, band, bor, bxor or mean; mean of integers truncates "
-      "toward zero.\nThe same count, type and op on all ranks.");
+      fmt::format(
+          "data <- reduction of every rank's data, in place, with the same bits on all ranks.\n\n"
+          "op: {}; mean of integers truncates toward zero.\n"
+          "The same count, type and op on all ranks.",
+          internal::names_of_reductions())
+          .c_str());
   define_operation(module, "broadcast", &broadcast, "data"_a.none(), "src"_a.none() = 0,
                    "group"_a.none() = nb::none(), "timeout"_a.none() = nb::none(),
                    "data <- src's data, in place.");

@@ -109,8 +109,8 @@ ReduceOp Call::parse_op(nb::handle op) const {
   }
   // The usual spellings without the copies that the others take.
   const std::string_view name{utf8, static_cast<std::size_t>(n_bytes)};
-  for (const ReduceOp known : {ReduceOp::sum, ReduceOp::mean, ReduceOp::max, ReduceOp::min}) {
-    if (name == name_of(known)) return known;
+  for (const ReduceOpTraits& known : kReduceOps) {
+    if (name == known.name) return known.op;
   }
   try {
     return parse_reduce_op(name);

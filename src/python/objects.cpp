@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/reduce.hpp"
 #include "python/call.hpp"
 #include "python/core_module.hpp"
 #include "python/data.hpp"
@@ -201,21 +202,25 @@ struct Value {
 
 /// An int of Python has no width, so that the result is the exact one; the mean is a float.
 nb::object reduced(ReduceOp op, std::span<const std::int64_t> of_ranks) {
-  nb::object result = nb::int_(of_ranks.front());
-  for (const std::int64_t integer : of_ranks.subspan(1)) {
-    const nb::int_ next(integer);
-    switch (op) {
-      case ReduceOp::sum:
-      case ReduceOp::mean: result = result + next; break;
-      case ReduceOp::product: result = result * next; break;
-      case ReduceOp::min: result = next < result ? nb::object(next) : result; break;
-      case ReduceOp::max: result = next > result ? nb::object(next) : result; break;
-      case ReduceOp::band: result = result & next; break;
-      case ReduceOp::bor: result = result | next; break;
-      case ReduceOp::bxor: result = result ^ next; break;
-    }
+  const auto fold = [&](auto combine) {
+    nb::object result = nb::int_(of_ranks.front());
+    for (const std::int64_t next : of_ranks.subspan(1)) result = combine(result, nb::int_(next));
+    return result;
+  };
+  const auto sum = [&] {
+    return fold([](const nb::object& a, const nb::int_& b) { return a + b; });
+  };
+  if (op == ReduceOp::sum) return sum();
+  if (op == ReduceOp::mean) return sum() / nb::int_(of_ranks.size());
+  if (op == ReduceOp::product) {
+    return fold([](const nb::object& a, const nb::int_& b) { return a * b; });
   }
-  return op == ReduceOp::mean ? nb::object(result / nb::int_(of_ranks.size())) : result;
+  // The others do not leave the range of their arguments.
+  std::vector<const void*> in;
+  for (const std::int64_t& integer : of_ranks) in.push_back(&integer);
+  std::int64_t result = 0;
+  kernels::reduce(DType::i64, op, in.data(), static_cast<int>(in.size()), &result, 1);
+  return nb::int_(result);
 }
 
 void read_value(const Call& call, Value& value) {

@@ -73,13 +73,6 @@ INSTANTIATE_TEST_SUITE_P(Engines, LocalConformance, ::testing::ValuesIn(local_se
 constexpr DType kTypes[] = {DType::boolean, DType::u8,  DType::i8,  DType::u16, DType::i16,
                             DType::u32,     DType::i32, DType::u64, DType::i64, DType::f16,
                             DType::bf16,    DType::f32, DType::f64};
-constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
-                             ReduceOp::band, ReduceOp::bor,     ReduceOp::bxor, ReduceOp::mean};
-bool is_defined(DType dtype, ReduceOp op) {
-  if (is_floating(dtype)) return !is_bitwise(op);
-  const bool is_of_numbers = op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
-  return dtype != DType::boolean || !is_of_numbers;
-}
 /// The result of a reduction over a whole group, by hosts where it has several.
 Bytes all_reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, int n_ranks) {
   return hosts().empty() ? reduced(dtype, op, count, seed, n_ranks)
@@ -92,8 +85,9 @@ TEST_P(Conformance, all_reduce_of_every_type_and_reduction) {
   run([] {
     const Group group = default_group();
     for (const DType dtype : kTypes) {
-      for (const ReduceOp op : kOps) {
-        if (!is_defined(dtype, op)) continue;
+      for (const auto& row : kReduceOps) {
+        const ReduceOp op = row.op;
+        if (!can_reduce(op, dtype)) continue;
         for (const std::size_t count : {std::size_t{1}, std::size_t{67}, std::size_t{33'333}}) {
           Bytes data = values(dtype, count, /*seed=*/count, group.rank());
           group.all_reduce({data.data(), count, dtype}, op);
@@ -770,9 +764,9 @@ TEST_P(Conformance, ten_thousand_mixed_collectives) {
     for (int call = 0; call < n_calls; ++call) {
       const auto kind = random() % 8;
       const DType dtype = kTypes[random() % std::size(kTypes)];
-      const ReduceOp any = kOps[random() % std::size(kOps)];
+      const ReduceOp any = kReduceOps[random() % kReduceOps.size()].op;
       const ReduceOp op = is_floating(dtype)       ? ReduceOp::sum
-                          : is_defined(dtype, any) ? any
+                          : can_reduce(any, dtype) ? any
                                                    : ReduceOp::bor;
       const std::size_t count = random() % (call % 100 == 0 ? 40'000 : 300);
       const int root = static_cast<int>(random() % n);

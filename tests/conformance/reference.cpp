@@ -149,10 +149,6 @@ Bytes reduced_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t
   return visit(dtype, [&]<class T>(T) { return reduced_as<T>(dtype, op, count, seed, ranks); });
 }
 
-bool is_bitwise(ReduceOp op) {
-  return op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
-}
-
 void append(Bytes& to, const Bytes& what) { to.insert(to.end(), what.begin(), what.end()); }
 
 Bytes piece(const Bytes& all, int rank, std::size_t n_bytes) {

@@ -22,7 +22,6 @@ Bytes reduced(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed, i
 Bytes reduced_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
                       const std::vector<int>& hosts);
 
-bool is_bitwise(ReduceOp op);
 void append(Bytes& to, const Bytes& what);
 /// The rank-th piece of n_bytes.
 Bytes piece(const Bytes& all, int rank, std::size_t n_bytes);

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "world/environment.hpp"
 
@@ -31,15 +32,19 @@ class Variable {
   std::optional<std::string> before_;
 };
 
+Availability of(std::string_view name, const internal::World& world) {
+  for (const Entry& entry : catalog()) {
+    if (entry.name == name) return entry.available(world);
+  }
+  return {};
+}
+
 Availability of_mpi(Launcher launcher) {
   internal::World world;
   world.launcher = launcher;
   world.size = 2;
   world.mpi = internal::find_mpi(launcher, Env::read());
-  for (const Entry& entry : catalog()) {
-    if (entry.name == "mpi") return entry.available(world);
-  }
-  return {};
+  return of("mpi", world);
 }
 
 // mpirun -npernode 1 lockstep run --nnodes ..., srun torchrun ...: every rank has the variables of
@@ -63,6 +68,17 @@ TEST(CatalogTest, a_module_in_the_environment_is_not_for_ranks_of_lockstep_run) 
   const Variable module("LOCKSTEP_MPI", "/proc/self/exe");  // a file that exists
   EXPECT_FALSE(of_mpi(Launcher::lockstep).is_available);
   EXPECT_TRUE(of_mpi(Launcher::mpi).is_available);
+}
+
+TEST(CatalogTest, hierarchical_takes_an_engine_between_hosts) {
+  internal::World world;
+  world.size = 2;
+  const Availability without = of("hierarchical", world);
+  EXPECT_FALSE(without.is_available);
+  EXPECT_EQ(without.reason,
+            "needs an engine between hosts, mpi or (with libtorch) gloo, and more than one rank");
+  world.mpi = "/proc/self/exe";  // a file that exists
+  EXPECT_TRUE(of("hierarchical", world).is_available);
 }
 
 }  // namespace

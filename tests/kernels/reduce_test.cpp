@@ -18,9 +18,6 @@
 namespace lockstep::kernels {
 namespace {
 
-constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::product, ReduceOp::min,  ReduceOp::max,
-                             ReduceOp::band, ReduceOp::bor,     ReduceOp::bxor, ReduceOp::mean};
-
 // --- the reference: one element at a time, written for reading ----------------------------------
 
 template <class T>
@@ -181,8 +178,9 @@ using ReduceTypes =
 TYPED_TEST_SUITE(ReduceTest, ReduceTypes);
 
 TYPED_TEST(ReduceTest, equals_reference) {
-  for (const ReduceOp op : kOps) {
-    if (!can_reduce(kDTypeOf<TypeParam>, op)) continue;
+  for (const auto& row : kReduceOps) {
+    const ReduceOp op = row.op;
+    if (!can_reduce(op, kDTypeOf<TypeParam>)) continue;
     for (const int n : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 48, 127}) {
       for (const std::size_t count : {0, 1, 3, 63, 1031}) {
         for (const std::size_t shift : {0, 1}) {
@@ -195,8 +193,9 @@ TYPED_TEST(ReduceTest, equals_reference) {
 }
 
 TYPED_TEST(ReduceTest, out_may_be_any_input) {
-  for (const ReduceOp op : kOps) {
-    if (!can_reduce(kDTypeOf<TypeParam>, op)) continue;
+  for (const auto& row : kReduceOps) {
+    const ReduceOp op = row.op;
+    if (!can_reduce(op, kDTypeOf<TypeParam>)) continue;
     for (const int n : {1, 2, 3, 4, 5, 8, 17}) {
       for (int alias = 0; alias < n; ++alias) {
         this->check(op, n, /*count=*/331, alias, /*shift=*/0);
@@ -208,22 +207,37 @@ TYPED_TEST(ReduceTest, out_may_be_any_input) {
 
 TEST(ReduceOpsTest, bit_operations_are_for_integers) {
   for (const DType dtype : {DType::f16, DType::bf16, DType::f32, DType::f64}) {
-    for (const ReduceOp op : kOps) {
+    for (const auto& row : kReduceOps) {
+      const ReduceOp op = row.op;
       const bool bits = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
-      EXPECT_EQ(can_reduce(dtype, op), !bits);
+      EXPECT_EQ(can_reduce(op, dtype), !bits);
     }
   }
   for (const DType dtype : {DType::u8, DType::i8, DType::u16, DType::i16, DType::u32, DType::i32,
                             DType::u64, DType::i64}) {
-    for (const ReduceOp op : kOps) EXPECT_TRUE(can_reduce(dtype, op));
+    for (const auto& row : kReduceOps) EXPECT_TRUE(can_reduce(row.op, dtype));
   }
 }
 
 TEST(ReduceOpsTest, bool_has_no_sum_product_or_mean) {
-  for (const ReduceOp op : kOps) {
+  for (const auto& row : kReduceOps) {
+    const ReduceOp op = row.op;
     const bool is_of_numbers =
         op == ReduceOp::sum || op == ReduceOp::product || op == ReduceOp::mean;
-    EXPECT_EQ(can_reduce(DType::boolean, op), !is_of_numbers);
+    EXPECT_EQ(can_reduce(op, DType::boolean), !is_of_numbers);
+  }
+}
+
+TEST(ReduceOpsTest, kernels_are_those_of_the_table) {
+  for (const Isa isa : supported_isas()) {
+    for (int type = 0; type < kDTypes; ++type) {
+      for (const auto& row : kReduceOps) {
+        const bool has_kernel =
+            reduce_table(isa).function[type][static_cast<int>(row.op)] != nullptr;
+        EXPECT_EQ(has_kernel, can_reduce(row.op, static_cast<DType>(type)))
+            << name_of(isa) << ' ' << name_of(static_cast<DType>(type)) << ' ' << row.name;
+      }
+    }
   }
 }
 
@@ -328,7 +342,9 @@ TEST(ReduceMomentsTest, of_no_sample_are_zero_and_of_one_part_are_its_own) {
 }
 
 TEST(ReduceMomentsTest, have_only_a_sum) {
-  for (const ReduceOp op : kOps) EXPECT_EQ(can_reduce(detail::kMoments, op), op == ReduceOp::sum);
+  for (const auto& row : kReduceOps) {
+    EXPECT_EQ(can_reduce(row.op, detail::kMoments), row.op == ReduceOp::sum);
+  }
 }
 
 // --- conversions --------------------------------------------------------------------------------

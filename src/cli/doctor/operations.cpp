@@ -57,9 +57,8 @@ class Trial {
     group_.barrier();
     for (int dtype = 0; dtype < kernels::kDTypes; ++dtype) {
       dtype_ = static_cast<DType>(dtype);
-      for (int op = 0; op < kernels::kReduceOps; ++op) {
-        if (kernels::can_reduce(dtype_, static_cast<ReduceOp>(op)))
-          reduce(static_cast<ReduceOp>(op));
+      for (const ReduceOpTraits& known : kReduceOps) {
+        if (can_reduce(known.op, dtype_)) reduce(known.op);
       }
       for (int root = 0; root < group_.size(); ++root) move(root);
       exchange();
@@ -173,7 +172,7 @@ class Trial {
 
 std::string coverage_text() {
   return fmt::format("every operation, {} types, {} reductions and each root", kernels::kDTypes,
-                     kernels::kReduceOps);
+                     kReduceOps.size());
 }
 
 template <class F>

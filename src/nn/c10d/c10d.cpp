@@ -239,8 +239,10 @@ engines::JoinedEngine join(internal::World& world, const Call& barrier) {
   return {.engine = std::move(engine)};
 }
 
-constexpr engines::Entry kEntries[] = {{"gloo", available<true>, join<true>},
-                                       {"nccl", available<false>, join<false>}};
+// Gloo sends ordinary memory, NCCL that of devices.
+constexpr engines::Entry kEntries[] = {
+    {"gloo", available<true>, join<true>, /*is_between_hosts=*/true},
+    {"nccl", available<false>, join<false>}};
 
 }  // namespace
 }  // namespace lockstep::nn::detail

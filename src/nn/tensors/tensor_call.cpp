@@ -62,7 +62,7 @@ ReducedAs checked_reduction(at::ScalarType type, ReduceOp op, const ErrorContext
                                           has_sum ? ", or use sum or mean" : ""));
   }
   // Here, because a call that is refused does not wait for asynchronous ones before it.
-  if (!internal::can_reduce(op, as->dtype)) {
+  if (!can_reduce(op, as->dtype)) {
     throw UsageError(context, internal::why_no_reduction(op, as->dtype));
   }
   return *as;
