@@ -13,7 +13,8 @@ namespace lockstep::python {
   while (true) ::pause();
 }
 
-inline void take_gil(PyThreadState* state) noexcept {
+/// The handler of a forced unwinding refers to no object, which UndefinedBehaviorSanitizer reports.
+[[gnu::no_sanitize("null")]] inline void take_gil(PyThreadState* state) noexcept {
   try {
     PyEval_RestoreThread(state);
   } catch (abi::__forced_unwind&) {
