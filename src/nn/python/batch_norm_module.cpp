@@ -14,8 +14,8 @@
 #include "nn/backend/layer_group.hpp"
 #include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
+#include "nn/interpreter.hpp"
 #include "nn/python/torch_module.hpp"
-#include "python/gil.hpp"
 
 namespace py = pybind11;
 
@@ -23,9 +23,6 @@ namespace lockstep::python {
 namespace {
 
 using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-Tensor value_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
 
 /// group: of torch.distributed, a lockstep.Group, or None: lockstep's default group.
 Group group_of(const py::object& group, std::source_location where) {
@@ -63,26 +60,25 @@ Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
                                              .title = std::make_shared<const std::string>(title),
                                              .where = where,
                                              .tag = nn::tag_of(identity)};
-  Tensor x;
-  nn::BatchNormState state;
+  Tensor x, w, b;
   layer.guard([&] {
     const auto tensor = [&](const char* name, const py::object& value) {
-      return value_of(read<MaybeTensor>(layer, name, "a tensor", value));
+      return nn::value_of(read<nn::OptionalTensor>(layer, name, "a tensor", value));
     };
     x = read<Tensor>(layer, "input", "a tensor", input);
-    state.weight = tensor("weight", weight);
-    state.bias = tensor("bias", bias);
+    w = tensor("weight", weight);
+    b = tensor("bias", bias);
     settings.running_mean = tensor("running_mean", running_mean);
     settings.running_var = tensor("running_var", running_var);
-    state.num_batches_tracked = tensor("num_batches_tracked", num_batches_tracked);
-    state.num_features = read<std::int64_t>(layer, "num_features", "an int", num_features);
-    state.momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum);
+    settings.num_batches_tracked = tensor("num_batches_tracked", num_batches_tracked);
+    settings.layer.n_channels = read<std::int64_t>(layer, "num_features", "an int", num_features);
+    settings.momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum);
     settings.eps = read<double>(layer, "eps", "a float", eps);
   });
-  const GilReleased released;
-  nn::begin_batch(x, state, settings);
-  Tensor output = nn::synchronised_batch_norm(x, state.weight, state.bias, record);
-  nn::count_batch(state, *record);
+  const nn::Released released;
+  nn::begin_batch(x, w, b, settings);
+  Tensor output = nn::synchronised_batch_norm(x, w, b, record);
+  nn::count_batch(*record);
   return output;
 }
 
