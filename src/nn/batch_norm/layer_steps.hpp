@@ -15,7 +15,7 @@
 #include <lockstep/nn/sync_batch_norm.hpp>
 
 #include "nn/batch_norm/cpu_batch_norm.hpp"
-#include "nn/batch_norm/layer.hpp"
+#include "nn/layer.hpp"
 
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].

@@ -15,7 +15,7 @@
 #include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
 #include "nn/interpreter.hpp"
-#include "nn/python/torch_module.hpp"
+#include "nn/torch_extension/torch_module.hpp"
 
 namespace py = pybind11;
 
