@@ -82,26 +82,19 @@ Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
   return output;
 }
 
-/// lockstep.nn.SyncBatchNormScope, in its block.
-class Scope {
- public:
-  explicit Scope(const py::object& group) : Scope(group, core().where()) {}
-  void exit() { scope_.reset(); }
+/// A scope that Python has entered, until exit() or the end of its `with` block.
+template <class Scope>
+struct Entered {
+  std::unique_ptr<Scope> scope;
 
- private:
-  Scope(const py::object& group, std::source_location where)
-      : scope_(std::make_unique<nn::SyncBatchNormScope>(group_of(group, where), where)) {}
+  void exit() { scope.reset(); }
 
-  std::unique_ptr<nn::SyncBatchNormScope> scope_;
-};
-
-/// Until exit() no scope applies on this thread.
-class Suspended {
- public:
-  void exit() { scope_.reset(); }
-
- private:
-  std::unique_ptr<nn::SuspendedScope> scope_ = std::make_unique<nn::SuspendedScope>();
+  static auto define(py::module_& module, const char* name) {
+    return py::class_<Entered>(module, name)
+        .def("exit", &Entered::exit)
+        .def("__enter__", [](py::object self) { return self; })
+        .def("__exit__", [](Entered& self, const py::args&) { self.exit(); });
+  }
 };
 
 }  // namespace
@@ -113,10 +106,16 @@ void define_batch_norm(py::module_& module) {
     const auto where = core().where();
     return fmt::format("{}:{}", base::base_name(where.file_name()), where.line());
   });
-  py::class_<Scope>(module, "SyncBatchNormScope")
-      .def(py::init<const py::object&>())
-      .def("exit", &Scope::exit);
-  py::class_<Suspended>(module, "SuspendedScope").def(py::init<>()).def("exit", &Suspended::exit);
+  using Scope = nn::SyncBatchNormScope;
+  Entered<Scope>::define(module, "SyncBatchNormScope").def(py::init([](const py::object& group) {
+    const auto where = core().where();
+    return Entered<Scope>{std::make_unique<Scope>(group_of(group, where), where)};
+  }));
+  // Until its end no scope applies on this thread.
+  using Suspended = nn::SuspendedScope;
+  Entered<Suspended>::define(module, "SuspendedScope").def(py::init([] {
+    return Entered<Suspended>{std::make_unique<Suspended>()};
+  }));
 }
 
 }  // namespace lockstep::python
