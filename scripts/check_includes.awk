@@ -23,7 +23,7 @@ BEGIN {
   # The c10d backend: Python comes in as a struct of functions.
   may["nn/backend"] = may["nn"] " nn"
   # lockstep_torch._torch: it takes from _core what speaks to Python.
-  may["nn/python"] = may["nn/backend"] " nn/backend python"
+  may["nn/torch_extension"] = may["nn/backend"] " nn/backend python"
   may["cli"] = "base interface kernels record group engines world dist sync run"
   # The umbrella is for programs.
   may["umbrella"] = "interface group world dist sync"
@@ -96,8 +96,8 @@ line ~ /^ *# *include/ {
   if (header == "mpi.h" && FILENAME !~ /^(src\/engines\/mpi|bench\/(peers|over_mpi))\//)
     breach("mpi.h outside engines/mpi")
   if (header ~ /^(Python\.h$|(pybind11|nanobind|torch\/csrc\/(utils|python_headers))[\/.])/ && library &&
-      module != "python" && module != "nn/python")
-    breach("header of Python outside python and nn/python: " header)
+      module != "python" && module != "nn/torch_extension")
+    breach("header of Python outside python and nn/torch_extension: " header)
   theirs = module_of(header)
   # The launcher keeps the segment of its ranks.
   if (module == "run" && header ~ /^engines\/shared\/bootstrap\//) theirs = ""

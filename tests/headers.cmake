@@ -16,7 +16,7 @@ file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/inclu
 file(GLOB_RECURSE private_headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR}/src
      ${PROJECT_SOURCE_DIR}/src/*.hpp)
 # These need nanobind or torch, which pip brings, and an MPI.
-list(FILTER private_headers EXCLUDE REGEX "^(python|nn/backend|nn/python|engines/[a-z]+/module)/")
+list(FILTER private_headers EXCLUDE REGEX "^(python|nn/backend|nn/torch_extension|engines/[a-z]+/module)/")
 list(APPEND headers ${private_headers})
 set(nn_headers ${headers})
 list(FILTER headers EXCLUDE REGEX "^(lockstep/)?nn[/.]")

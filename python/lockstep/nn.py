@@ -129,11 +129,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     @torch.jit.ignore
     def _eval_with_batch_statistics(self, input: torch.Tensor) -> torch.Tensor:
         """Without running statistics torch uses those of the batch: this rank's, also in a SyncBatchNormScope."""
-        suspended = _torch.SuspendedScope()
-        try:
+        with _torch.SuspendedScope():
             return torch.nn.functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        finally:
-            suspended.exit()
 
     @torch.jit.ignore
     @torch.compiler.disable
@@ -170,11 +167,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def _shape_of(self, input: torch.Tensor) -> torch.Tensor:
         """Returns an output of the right shape, dtype and layout for a tensor without values, even of one sample."""
         self._check_input_dim(input)
-        suspended = _torch.SuspendedScope()
-        try:
+        with _torch.SuspendedScope():
             return torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, False)
-        finally:
-            suspended.exit()
 
     def _without_samples(self, input: torch.Tensor) -> torch.Tensor:
         """Runs torch's own layer. It needs two fixes: its backward omits gradients, and it exchanges 16-bit statistics

@@ -24,7 +24,7 @@
 
 #include "base/process.hpp"
 #include "layer_ranks.hpp"
-#include "nn/c10d/c10d_rendezvous.hpp"
+#include "nn/gloo_engine/c10d_rendezvous.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"

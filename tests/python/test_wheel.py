@@ -172,7 +172,7 @@ def test_the_source_distribution_of_lockstep_torch_has_what_it_is_compiled_from(
         names = {name.partition("/")[2] for name in archive.getnames()}
         (metadata,) = [name for name in archive.getnames() if name.endswith("/PKG-INFO")]
         lines = archive.extractfile(metadata).read().decode().splitlines()
-    assert {"LICENSE", "find_torch.py", "lockstep/src/nn/python/torch_module.cpp", "lockstep/CMakeLists.txt"} <= names
+    assert {"LICENSE", "find_torch.py", "lockstep/src/nn/torch_extension/torch_module.cpp", "lockstep/CMakeLists.txt"} <= names
     assert "Dynamic: Requires-Dist" in lines and "Requires-Dist: torch" in lines
     (wheel,) = tmp_path.glob("*.whl")
     assert f"Requires-Dist: torch=={TORCH}" in read(wheel)[1]

@@ -148,8 +148,9 @@ void Backend::refuse(std::string operation, std::source_location where,
   }
 }
 
-void Backend::run_on_group(const char* operation, const Run& run, const Site& site) const try {
-  detail::Collective(operation, group(), site.where).run([&] { run(group(), site); });
+void Backend::run_on_group(const char* operation, std::source_location where, const Step& step,
+                           Timeout limit) const try {
+  detail::Collective(operation, group(), where).run([&] { step(limit); });
 } catch (const TimeoutError& error) {
   // Programs search the text for "timeout", which it lacks.
   throw TimeoutError(
@@ -157,76 +158,66 @@ void Backend::run_on_group(const char* operation, const Run& run, const Site& si
       error.text() + "\n  the timeout of a call is that of init_process_group or new_group");
 }
 
-Backend::WorkResult Backend::call(const Asked& asked, const Prepare& prepare) {
+Backend::WorkResult Backend::call(const Asked& asked,
+                                  c10::function_ref<Step(const ErrorContext&)> prepare) {
   n_calls_.fetch_add(1, std::memory_order_relaxed);
   auto work = c10::make_intrusive<CollectiveWork>(group(), asked.type, asked.title, asked.inputs,
                                                   asked.results);
-  return asked.is_async && !process_.is_forked_child()
-             ? call_on_queue(asked, std::move(work), prepare)
-             : call_here(asked, std::move(work), prepare);
-}
-
-Backend::WorkResult Backend::call_here(const Asked& asked, c10::intrusive_ptr<CollectiveWork> work,
-                                       const Prepare& prepare) {
-  const char* const operation = operation_of(asked.title);
-  const InterruptibleCall here =
-      before_call(operation, {}, [&] { return InterruptibleCall(group()); });
-  const Site site{.timeout = timeout_of(asked.timeout), .where = here.where()};
-  const Run run = before_call(operation, site.where,
-                              [&] { return prepare(context_of_call(operation, site.where)); });
-  run_here(operation, run, site);
-  work->complete(nullptr);
-  return work;
-}
-
-void Backend::run_here(const char* operation, const Run& run, const Site& site) {
-  if (process_.is_forked_child()) {
-    // Throws; the queue may be that of a thread which is not here.
-    return run_on_group(operation, run, site);
-  }
-  const auto limit = site.timeout.or_else({});
-  const auto pending = queue_->run(limit, [&](std::chrono::milliseconds left) {
-    run_on_group(operation, run, Site{.timeout = left, .where = site.where});
-  });
-  if (pending) {
-    const double limit_s = std::chrono::duration<double>(limit).count();
-    end_late(context_of(operation, site.where), pending->waited_for(rank_, limit_s));
-  }
-}
-
-Backend::WorkResult Backend::call_on_queue(const Asked& asked,
-                                           c10::intrusive_ptr<CollectiveWork> work,
-                                           const Prepare& prepare) {
   const char* const operation = operation_of(asked.title);
   // Posting takes no time; but while Python ends, a daemon of it stops here.
   const InterruptibleCall here =
       before_call(operation, {}, [&] { return InterruptibleCall(group()); });
-  const Site site{.timeout = timeout_of(asked.timeout), .where = here.where()};
-  Run run = before_call(operation, site.where,
-                        [&] { return prepare(context_of_call(operation, site.where)); });
+  const std::source_location where = here.where();
+  Step step =
+      before_call(operation, where, [&] { return prepare(context_of_call(operation, where)); });
+  if (asked.is_async && !process_.is_forked_child()) {
+    before_call(operation, where, [&] { post(asked, where, work, std::move(step)); });
+  } else {
+    run_here(operation, where, step, timeout_of(asked.timeout));
+    work->complete(nullptr);
+  }
+  return work;
+}
+
+void Backend::run_here(const char* operation, std::source_location where, const Step& step,
+                       Timeout limit) {
+  if (process_.is_forked_child()) {
+    // Throws; the queue may be that of a thread which is not here.
+    return run_on_group(operation, where, step, limit);
+  }
+  const auto in_all = limit.or_else({});
+  const auto pending = queue_->run(
+      in_all, [&](std::chrono::milliseconds left) { run_on_group(operation, where, step, left); });
+  if (pending) {
+    const double limit_s = std::chrono::duration<double>(in_all).count();
+    end_late(context_of(operation, where), pending->waited_for(rank_, limit_s));
+  }
+}
+
+void Backend::post(const Asked& asked, std::source_location where,
+                   const c10::intrusive_ptr<CollectiveWork>& work, Step step) {
+  const char* const operation = operation_of(asked.title);
+  const Timeout limit = timeout_of(asked.timeout);
   // The memory: a program may give a tensor another one (x.data = y) before the call has ended.
-  auto run_posted = [this, operation, work, site, memory = storages_of(asked.inputs, asked.results),
-                     run = std::move(run)]() -> internal::CallQueue::Completion {
+  auto run_posted = [this, operation, where, work, limit,
+                     memory = storages_of(asked.inputs, asked.results),
+                     step = std::move(step)]() -> internal::CallQueue::Completion {
     std::exception_ptr error;
     try {
-      run_on_group(operation, run, site);
+      run_on_group(operation, where, step, limit);
     } catch (...) {
       error = std::current_exception();
     }
     return [work, error] { return work->complete(error); };
   };
-  before_call(operation, site.where, [&] {
-    queue_->post(std::move(run_posted), {.operation = operation, .where = site.where});
-  });
-  return work;
+  queue_->post(std::move(run_posted), {.operation = operation, .where = where});
 }
 
-Backend::WorkResult Backend::call_on_tensors(const Asked& asked, const Describe& describe) {
-  return call(asked, [&](const ErrorContext& context) -> Run {
-    const auto calls =
-        std::make_shared<nn::PreparedCalls>(describe(context), nn::kOfC10d, group(), context);
-    return [calls](const Group& group, const Site& site) { calls->run(group, site.timeout); };
-  });
+Backend::Step Backend::step_of(std::vector<nn::TensorCall> calls,
+                               const ErrorContext& context) const {
+  const auto prepared =
+      std::make_shared<nn::PreparedCalls>(std::move(calls), nn::kOfC10d, group(), context);
+  return [this, prepared](Timeout limit) { prepared->run(group(), limit); };
 }
 
 void Backend::run_in_order(const Call& call) {
@@ -235,11 +226,10 @@ void Backend::run_in_order(const Call& call) {
   n_calls_.fetch_add(1, std::memory_order_relaxed);
   CollectiveWork work(group(), is_gather ? OpType::ALLGATHER : OpType::ALLREDUCE, title, {}, {});
   static_cast<void>(context_of_call(operation_of(title), call.where));
-  run_here(operation_of(title),
-           [&](const Group& group, const Site& site) {
-             internal::NativeGroup::run(group, call, site.timeout);
-           },
-           {.timeout = timeout_of(c10d::kUnsetTimeout), .where = call.where});
+  run_here(
+      operation_of(title), call.where,
+      [&](Timeout limit) { internal::NativeGroup::run(group(), call, limit); },
+      timeout_of(c10d::kUnsetTimeout));
   work.complete(nullptr);
 }
 
@@ -334,10 +324,9 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
 
 Backend::WorkResult Backend::barrier(const c10d::BarrierOptions& options) {
   return call({"lockstep:barrier", OpType::BARRIER, options.asyncOp, options.timeout, {}, {}},
-              [](const ErrorContext&) -> Run {
-                return [](const Group& group, const Site& site) {
-                  group.barrier(site.timeout, site.where);
-                };
+              [&](const ErrorContext& context) -> Step {
+                return
+                    [this, where = context.where](Timeout limit) { group().barrier(limit, where); };
               });
 }
 

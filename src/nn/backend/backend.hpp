@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
@@ -135,12 +136,6 @@ class Backend final : public c10d::Backend {
   void release_resources() override;
 
  private:
-  /// Where and how long one call runs.
-  struct Site {
-    Timeout timeout;
-    std::source_location where;
-  };
-  std::size_t n_ranks() const { return static_cast<std::size_t>(size_); }
   ErrorContext context_of(const char* operation, std::source_location where) const {
     return nn::context_of(operation, group(), where);
   }
@@ -149,11 +144,12 @@ class Backend final : public c10d::Backend {
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
 
   static const char* operation_of(const char* title) { return title + sizeof "lockstep:" - 1; }
-  /// What runs a call whose arguments have been checked.
-  using Run = std::function<void(const Group& group, const Site& site)>;
-  void run_on_group(const char* operation, const Run& run, const Site& site) const;
+  /// What a call does once its arguments have been checked, within `limit`.
+  using Step = std::function<void(Timeout limit)>;
+  void run_on_group(const char* operation, std::source_location where, const Step& step,
+                    Timeout limit) const;
   /// On this thread, after the posted calls.
-  void run_here(const char* operation, const Run& run, const Site& site);
+  void run_here(const char* operation, std::source_location where, const Step& step, Timeout limit);
   /// One send or receive.
   struct Message {
     const char* title;
@@ -180,19 +176,17 @@ class Backend final : public c10d::Backend {
     Tensors inputs;   // for the profiler
     Tensors results;  // of the future
   };
-  using Prepare = std::function<Run(const ErrorContext&)>;
-  /// prepare(context): checks the arguments. Throws UsageError.
-  WorkResult call(const Asked& asked, const Prepare& prepare);
-  WorkResult call_here(const Asked& asked, c10::intrusive_ptr<CollectiveWork> work,
-                       const Prepare& prepare);
-  WorkResult call_on_queue(const Asked& asked, c10::intrusive_ptr<CollectiveWork> work,
-                           const Prepare& prepare);
-  using Describe = std::function<std::vector<nn::TensorCall>(const ErrorContext&)>;
-  /// Runs what describe(context) returns: several calls where c10d coalesces them.
-  WorkResult call_on_tensors(const Asked& asked, const Describe& describe);
-  /// Of one call with lists, whose sizes may differ.
-  WorkResult all_to_all(const Asked& asked, const Describe& describe);
-  WorkResult reduce_scatter_uneven(Asked asked, const Describe& describe);
+  /// prepare: checks the arguments. Throws UsageError.
+  WorkResult call(const Asked& asked, c10::function_ref<Step(const ErrorContext&)> prepare);
+  void post(const Asked& asked, std::source_location where,
+            const c10::intrusive_ptr<CollectiveWork>& work, Step step);
+  /// Of several where c10d coalesces them.
+  Step step_of(std::vector<nn::TensorCall> calls, const ErrorContext& context) const;
+  /// Of an all_to_all between lists of tensors, whose sizes may differ.
+  Step step_of_lists(const nn::TensorCall& call, const ErrorContext& context) const;
+  /// Of a reduce_scatter of parts whose sizes differ: all are reduced on each rank, which keeps its
+  /// own.
+  Step step_of_uneven_parts(const nn::TensorCall& call, const ErrorContext& context) const;
 
   base::ForkGuard process_;
   Joined joined_;
@@ -201,7 +195,10 @@ class Backend final : public c10d::Backend {
   MonitoredBarrier monitored_;
   std::atomic<std::uint64_t> n_calls_{0};
   std::atomic<bool> has_left_{false}, is_shut_down_{false};
-  // Last: its thread uses the other members.
+  // In front of the group's own, because c10d lets a program call from several threads (autograd's,
+  // which posts DDP's buckets, and the one of a layer), where a Group refuses the second; and
+  // because one call of c10d may be several messages, between which no other call may come. Last:
+  // its thread uses the other members.
   internal::CallQueue::Owner queue_ = internal::CallQueue::make();
 };
 

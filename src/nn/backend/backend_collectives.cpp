@@ -46,61 +46,64 @@ const std::vector<T>& one_each(const char* name, const std::vector<T>& list, con
 }  // namespace
 
 Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
-  return call_on_tensors(
+  return call(
       {"lockstep:broadcast", OpType::BROADCAST, options.asyncOp, options.timeout, tensors, tensors},
-      [&](const ErrorContext& context) -> TensorCalls {
-        return {{.op = Op::broadcast,
-                 .root = rank_of(options.rootRank),
-                 .outs = {only(tensors, context)}}};
+      [&](const ErrorContext& context) {
+        return step_of({{.op = Op::broadcast,
+                         .root = rank_of(options.rootRank),
+                         .outs = {only(tensors, context)}}},
+                       context);
       });
 }
 
 Backend::WorkResult Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   if (tensors.size() == 1 && tensors.front().is_sparse()) return allreduce_sparse(tensors, options);
-  return call_on_tensors({"lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp,
-                          options.timeout, tensors, tensors},
-                         [&](const ErrorContext& context) -> TensorCalls {
-                           return {{.op = Op::all_reduce,
-                                    .reduce = reduction_of(options.reduceOp, context),
-                                    .outs = {only(tensors, context)}}};
-                         });
+  return call({"lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp, options.timeout, tensors,
+               tensors},
+              [&](const ErrorContext& context) {
+                return step_of({{.op = Op::all_reduce,
+                                 .reduce = reduction_of(options.reduceOp, context),
+                                 .outs = {only(tensors, context)}}},
+                               context);
+              });
 }
 
 Backend::WorkResult Backend::allreduce_coalesced(Tensors& tensors,
                                                  const c10d::AllreduceCoalescedOptions& options) {
-  return call_on_tensors({"lockstep:all_reduce", OpType::ALLREDUCE_COALESCED, options.asyncOp,
-                          options.timeout, tensors, tensors},
-                         [&](const ErrorContext& context) {
-                           TensorCalls calls(tensors.size(),
-                                             {.op = Op::all_reduce,
-                                              .reduce = reduction_of(options.reduceOp, context)});
-                           for (std::size_t i = 0; i < calls.size(); ++i)
-                             calls[i].outs = {tensors[i]};
-                           return calls;
-                         });
+  return call({"lockstep:all_reduce", OpType::ALLREDUCE_COALESCED, options.asyncOp, options.timeout,
+               tensors, tensors},
+              [&](const ErrorContext& context) {
+                TensorCalls calls(
+                    tensors.size(),
+                    {.op = Op::all_reduce, .reduce = reduction_of(options.reduceOp, context)});
+                for (std::size_t i = 0; i < calls.size(); ++i) calls[i].outs = {tensors[i]};
+                return step_of(std::move(calls), context);
+              });
 }
 
 Backend::WorkResult Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
-  return call_on_tensors(
+  return call(
       {"lockstep:reduce", OpType::REDUCE, options.asyncOp, options.timeout, tensors, tensors},
-      [&](const ErrorContext& context) -> TensorCalls {
-        return {{.op = Op::reduce,
-                 .reduce = reduction_of(options.reduceOp, context),
-                 .root = rank_of(options.rootRank),
-                 .outs = {only(tensors, context)}}};
+      [&](const ErrorContext& context) {
+        return step_of({{.op = Op::reduce,
+                         .reduce = reduction_of(options.reduceOp, context),
+                         .root = rank_of(options.rootRank),
+                         .outs = {only(tensors, context)}}},
+                       context);
       });
 }
 
 Backend::WorkResult Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                        const c10d::AllgatherOptions& options) {
-  return call_on_tensors(
-      {"lockstep:all_gather", OpType::ALLGATHER, options.asyncOp, options.timeout, inputs,
-       outputs.empty() ? Tensors{} : outputs.front()},
-      [&](const ErrorContext& context) -> TensorCalls {
-        return {{.op = Op::all_gather,
-                 .ins = {only(inputs, context)},
-                 .outs = one_each("outputs", only_list(outputs, context), group(), context)}};
-      });
+  return call({"lockstep:all_gather", OpType::ALLGATHER, options.asyncOp, options.timeout, inputs,
+               outputs.empty() ? Tensors{} : outputs.front()},
+              [&](const ErrorContext& context) {
+                return step_of(
+                    {{.op = Op::all_gather,
+                      .ins = {only(inputs, context)},
+                      .outs = one_each("outputs", only_list(outputs, context), group(), context)}},
+                    context);
+              });
 }
 
 Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -108,109 +111,108 @@ Backend::WorkResult Backend::allgather_coalesced(std::vector<Tensors>& outputs, 
   Tensors results;
   for (const Tensors& list : outputs) results.insert(results.end(), list.begin(), list.end());
   // outputs: for each rank its tensors, or for each input the ranks' tensors.
-  return call_on_tensors({"lockstep:all_gather", OpType::ALLGATHER_COALESCED, options.asyncOp,
-                          options.timeout, inputs, results},
-                         [&](const ErrorContext& context) {
-                           one_each("lists of outputs", outputs, group(), context);
-                           TensorCalls calls;
-                           for (const at::Tensor& input : inputs) {
-                             calls.push_back({.op = Op::all_gather, .ins = {input}});
-                           }
-                           for (const Tensors& of_rank : outputs) {
-                             if (of_rank.size() != inputs.size()) {
-                               throw UsageError(context,
-                                                fmt::format("{} outputs of a rank for {} inputs",
-                                                            of_rank.size(), inputs.size()));
-                             }
-                             for (std::size_t i = 0; i < inputs.size(); ++i) {
-                               calls[i].outs.push_back(of_rank[i]);
-                             }
-                           }
-                           return calls;
-                         });
+  return call({"lockstep:all_gather", OpType::ALLGATHER_COALESCED, options.asyncOp, options.timeout,
+               inputs, results},
+              [&](const ErrorContext& context) {
+                one_each("lists of outputs", outputs, group(), context);
+                TensorCalls calls;
+                for (const at::Tensor& input : inputs) {
+                  calls.push_back({.op = Op::all_gather, .ins = {input}});
+                }
+                for (const Tensors& of_rank : outputs) {
+                  if (of_rank.size() != inputs.size()) {
+                    throw UsageError(context, fmt::format("{} outputs of a rank for {} inputs",
+                                                          of_rank.size(), inputs.size()));
+                  }
+                  for (std::size_t i = 0; i < inputs.size(); ++i) {
+                    calls[i].outs.push_back(of_rank[i]);
+                  }
+                }
+                return step_of(std::move(calls), context);
+              });
 }
 
 Backend::WorkResult Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                              const c10d::AllgatherOptions& options) {
-  return call_on_tensors({"lockstep:all_gather",
-                          OpType::_ALLGATHER_BASE,
-                          options.asyncOp,
-                          options.timeout,
-                          {input},
-                          {output}},
-                         [&](const ErrorContext&) -> TensorCalls {
-                           return {{.op = Op::all_gather, .ins = {input}, .outs = {output}}};
-                         });
+  return call({"lockstep:all_gather",
+               OpType::_ALLGATHER_BASE,
+               options.asyncOp,
+               options.timeout,
+               {input},
+               {output}},
+              [&](const ErrorContext& context) {
+                return step_of({{.op = Op::all_gather, .ins = {input}, .outs = {output}}}, context);
+              });
 }
 
 Backend::WorkResult Backend::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return call_on_tensors(
+  return call(
       {"lockstep:all_gather", OpType::COALESCED, options.asyncOp, options.timeout, inputs, outputs},
       [&](const ErrorContext& context) {
-        return paired({.op = Op::all_gather}, outputs, inputs, context);
+        return step_of(paired({.op = Op::all_gather}, outputs, inputs, context), context);
       });
 }
 
 Backend::WorkResult Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const c10d::GatherOptions& options) {
-  return call_on_tensors(
-      {"lockstep:gather", OpType::GATHER, options.asyncOp, options.timeout, inputs,
-       outputs.empty() ? Tensors{} : outputs.front()},
-      [&](const ErrorContext& context) -> TensorCalls {
-        const int root = rank_of(options.rootRank);
-        TensorCall call{.op = Op::gather, .root = root, .ins = {only(inputs, context)}};
-        if (rank_ == root) {
-          call.outs = one_each("outputs", only_list(outputs, context), group(), context);
-        } else if (!outputs.empty()) {
-          throw UsageError(context, "only the destination takes outputs");
-        }
-        return {call};
-      });
+  return call({"lockstep:gather", OpType::GATHER, options.asyncOp, options.timeout, inputs,
+               outputs.empty() ? Tensors{} : outputs.front()},
+              [&](const ErrorContext& context) {
+                const int root = rank_of(options.rootRank);
+                TensorCall call{.op = Op::gather, .root = root, .ins = {only(inputs, context)}};
+                if (rank_ == root) {
+                  call.outs = one_each("outputs", only_list(outputs, context), group(), context);
+                } else if (!outputs.empty()) {
+                  throw UsageError(context, "only the destination takes outputs");
+                }
+                return step_of({call}, context);
+              });
 }
 
 Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                      const c10d::ScatterOptions& options) {
-  return call_on_tensors(
-      {"lockstep:scatter", OpType::SCATTER, options.asyncOp, options.timeout,
-       inputs.empty() ? outputs : inputs.front(), outputs},
-      [&](const ErrorContext& context) -> TensorCalls {
-        const int root = rank_of(options.rootRank);
-        TensorCall call{.op = Op::scatter, .root = root, .outs = {only(outputs, context)}};
-        if (rank_ == root) {
-          call.ins = one_each("inputs", only_list(inputs, context), group(), context);
-        } else if (!inputs.empty()) {
-          throw UsageError(context, "only the source takes inputs");
-        }
-        return {call};
-      });
+  return call({"lockstep:scatter", OpType::SCATTER, options.asyncOp, options.timeout,
+               inputs.empty() ? outputs : inputs.front(), outputs},
+              [&](const ErrorContext& context) {
+                const int root = rank_of(options.rootRank);
+                TensorCall call{.op = Op::scatter, .root = root, .outs = {only(outputs, context)}};
+                if (rank_ == root) {
+                  call.ins = one_each("inputs", only_list(inputs, context), group(), context);
+                } else if (!inputs.empty()) {
+                  throw UsageError(context, "only the source takes inputs");
+                }
+                return step_of({call}, context);
+              });
 }
 
 Backend::WorkResult Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                   const c10d::ReduceScatterOptions& options) {
-  return call_on_tensors({"lockstep:reduce_scatter",
-                          OpType::_REDUCE_SCATTER_BASE,
-                          options.asyncOp,
-                          options.timeout,
-                          {input},
-                          {output}},
-                         [&](const ErrorContext& context) -> TensorCalls {
-                           return {{.op = Op::reduce_scatter,
-                                    .reduce = reduction_of(options.reduceOp, context),
-                                    .ins = {input},
-                                    .outs = {output}}};
-                         });
+  return call({"lockstep:reduce_scatter",
+               OpType::_REDUCE_SCATTER_BASE,
+               options.asyncOp,
+               options.timeout,
+               {input},
+               {output}},
+              [&](const ErrorContext& context) {
+                return step_of({{.op = Op::reduce_scatter,
+                                 .reduce = reduction_of(options.reduceOp, context),
+                                 .ins = {input},
+                                 .outs = {output}}},
+                               context);
+              });
 }
 
 Backend::WorkResult Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return call_on_tensors(
-      {"lockstep:reduce_scatter", OpType::COALESCED, options.asyncOp, options.timeout, inputs,
-       outputs},
-      [&](const ErrorContext& context) {
-        return paired({.op = Op::reduce_scatter, .reduce = reduction_of(options.reduceOp, context)},
-                      outputs, inputs, context);
-      });
+  return call({"lockstep:reduce_scatter", OpType::COALESCED, options.asyncOp, options.timeout,
+               inputs, outputs},
+              [&](const ErrorContext& context) {
+                return step_of(paired({.op = Op::reduce_scatter,
+                                       .reduce = reduction_of(options.reduceOp, context)},
+                                      outputs, inputs, context),
+                               context);
+              });
 }
 
 Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -218,50 +220,43 @@ Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensor
   const Tensors parts = inputs.empty() ? Tensors() : inputs.front();
   const bool is_even = std::ranges::all_of(
       parts, [&](const at::Tensor& part) { return part.numel() == parts.front().numel(); });
-  const Asked asked{"lockstep:reduce_scatter",
-                    OpType::REDUCE_SCATTER,
-                    options.asyncOp,
-                    options.timeout,
-                    parts,
-                    outputs};
-  const auto describe = [&](const ErrorContext& context) -> TensorCalls {
-    return {{.op = Op::reduce_scatter,
-             .reduce = reduction_of(options.reduceOp, context),
-             .ins = one_each("inputs", only_list(inputs, context), group(), context),
-             .outs = {only(outputs, context)}}};
-  };
-  return is_even ? call_on_tensors(asked, describe) : reduce_scatter_uneven(asked, describe);
+  return call({is_even ? "lockstep:reduce_scatter" : "lockstep:all_reduce", OpType::REDUCE_SCATTER,
+               options.asyncOp, options.timeout, parts, outputs},
+              [&](const ErrorContext& context) {
+                const TensorCall call{
+                    .op = Op::reduce_scatter,
+                    .reduce = reduction_of(options.reduceOp, context),
+                    .ins = one_each("inputs", only_list(inputs, context), group(), context),
+                    .outs = {only(outputs, context)}};
+                return is_even ? step_of({call}, context) : step_of_uneven_parts(call, context);
+              });
 }
 
-/// All parts are reduced on each rank, which keeps its own.
-Backend::WorkResult Backend::reduce_scatter_uneven(Asked asked, const Describe& describe) {
-  asked.title = "lockstep:all_reduce";
-  return call(asked, [&](const ErrorContext& context) -> Run {
-    const at::NoGradGuard no_grad;
-    const TensorCall described = std::move(describe(context).front());
-    nn::check_tensors(described.ins, described.outs, /*are_results=*/true, nn::kOfC10d, context);
-    const at::Tensor output = described.outs.front();
-    const auto own = static_cast<std::size_t>(rank_);
-    Tensors flat;
-    std::int64_t begin = 0;
-    for (std::size_t r = 0; r < described.ins.size(); ++r) {
-      const at::Tensor& in = described.ins[r];
-      if (r < own) begin += in.numel();
-      flat.push_back(nn::dense(in).view(-1));
-    }
-    if (flat[own].numel() != output.numel()) {
-      throw UsageError(context, fmt::format("input {} has {} elements, the output {}", own,
-                                            flat[own].numel(), output.numel()));
-    }
-    const at::Tensor all = at::cat(flat);
-    const auto call = std::make_shared<nn::PreparedCall>(
-        TensorCall{.op = Op::all_reduce, .reduce = described.reduce, .outs = {all}}, nn::kOfC10d,
-        group(), context);
-    return [=](const Group& group, const Site& site) {
-      call->run(group, site.timeout);
-      nn::write_back(all.narrow(0, begin, output.numel()).view(output.sizes()), output);
-    };
-  });
+Backend::Step Backend::step_of_uneven_parts(const TensorCall& call,
+                                            const ErrorContext& context) const {
+  const at::NoGradGuard no_grad;
+  nn::check_tensors(call.ins, call.outs, /*are_results=*/true, nn::kOfC10d, context);
+  const at::Tensor output = call.outs.front();
+  const auto own = static_cast<std::size_t>(rank_);
+  Tensors flat;
+  std::int64_t begin = 0;
+  for (std::size_t r = 0; r < call.ins.size(); ++r) {
+    const at::Tensor& in = call.ins[r];
+    if (r < own) begin += in.numel();
+    flat.push_back(nn::dense(in).view(-1));
+  }
+  if (flat[own].numel() != output.numel()) {
+    throw UsageError(context, fmt::format("input {} has {} elements, the output {}", own,
+                                          flat[own].numel(), output.numel()));
+  }
+  const at::Tensor all = at::cat(flat);
+  const auto of_all = std::make_shared<nn::PreparedCall>(
+      TensorCall{.op = Op::all_reduce, .reduce = call.reduce, .outs = {all}}, nn::kOfC10d, group(),
+      context);
+  return [=, this](Timeout limit) {
+    of_all->run(group(), limit);
+    nn::write_back(all.narrow(0, begin, output.numel()).view(output.sizes()), output);
+  };
 }
 
 namespace {
@@ -364,55 +359,50 @@ Backend::WorkResult Backend::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<std::int64_t>& output_sizes,
                                            std::vector<std::int64_t>& input_sizes,
                                            const c10d::AllToAllOptions& options) {
-  const Asked asked{"lockstep:all_to_all",
-                    OpType::ALLTOALL_BASE,
-                    options.asyncOp,
-                    options.timeout,
-                    {input},
-                    {output}};
-  const auto describe = [&](const ErrorContext& context) -> TensorCalls {
-    for (const at::Tensor& tensor : {input, output}) {
-      nn::check_tensor(tensor, nn::kOfC10d, context);
-    }
-    const at::NoGradGuard no_grad;
-    Tensors ins = split_rows(input, input_sizes, size_, context);
-    Tensors outs = split_rows(output, output_sizes, size_, context);
-    if (!input_sizes.empty() || !output_sizes.empty()) {
-      return {{.op = Op::all_to_all, .ins = std::move(ins), .outs = std::move(outs)}};
-    }
-    return {{.op = Op::all_to_all, .ins = {input}, .outs = {output}}};
-  };
-  const bool is_even = output_sizes.empty() && input_sizes.empty();
-  return is_even ? call_on_tensors(asked, describe) : all_to_all(asked, describe);
+  return call({"lockstep:all_to_all",
+               OpType::ALLTOALL_BASE,
+               options.asyncOp,
+               options.timeout,
+               {input},
+               {output}},
+              [&](const ErrorContext& context) {
+                for (const at::Tensor& tensor : {input, output}) {
+                  nn::check_tensor(tensor, nn::kOfC10d, context);
+                }
+                const at::NoGradGuard no_grad;
+                TensorCall call{.op = Op::all_to_all,
+                                .ins = split_rows(input, input_sizes, size_, context),
+                                .outs = split_rows(output, output_sizes, size_, context)};
+                if (!input_sizes.empty() || !output_sizes.empty())
+                  return step_of_lists(call, context);
+                call.ins = {input};
+                call.outs = {output};
+                return step_of({call}, context);
+              });
 }
 
 Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,
                                       const c10d::AllToAllOptions& options) {
-  return all_to_all(
+  return call(
       {"lockstep:all_to_all", OpType::ALLTOALL, options.asyncOp, options.timeout, inputs, outputs},
-      [&](const ErrorContext& context) -> TensorCalls {
-        return {{.op = Op::all_to_all,
-                 .ins = one_each("inputs", inputs, group(), context),
-                 .outs = one_each("outputs", outputs, group(), context)}};
+      [&](const ErrorContext& context) {
+        return step_of_lists({.op = Op::all_to_all,
+                              .ins = one_each("inputs", inputs, group(), context),
+                              .outs = one_each("outputs", outputs, group(), context)},
+                             context);
       });
 }
 
-Backend::WorkResult Backend::all_to_all(const Asked& asked, const Describe& describe) {
-  return call(asked, [&](const ErrorContext& context) -> Run {
-    const at::NoGradGuard no_grad;
-    const TensorCall call = std::move(describe(context).front());
-    nn::check_tensors(call.ins, call.outs, /*are_results=*/true, nn::kOfC10d, context);
-    return [call, context](const Group& group, const Site& site) {
-      all_to_all_lists(call, group, site.timeout, context);
-    };
-  });
+Backend::Step Backend::step_of_lists(const TensorCall& call, const ErrorContext& context) const {
+  nn::check_tensors(call.ins, call.outs, /*are_results=*/true, nn::kOfC10d, context);
+  return [this, call, context](Timeout limit) { all_to_all_lists(call, group(), limit, context); };
 }
 
 Backend::WorkResult Backend::allreduce_sparse(Tensors& tensors,
                                               const c10d::AllreduceOptions& options) {
   return call({"lockstep:all_reduce", OpType::_ALLREDUCE_SPARSE, options.asyncOp, options.timeout,
                tensors, tensors},
-              [&](const ErrorContext& context) -> Run {
+              [&](const ErrorContext& context) -> Step {
                 const at::Tensor tensor = only(tensors, context);
                 if (!tensor.is_sparse() || !tensor.device().is_cpu()) {
                   throw UsageError(context, "takes a sparse COO tensor of the CPU");
@@ -420,10 +410,10 @@ Backend::WorkResult Backend::allreduce_sparse(Tensors& tensors,
                 if (options.reduceOp.op_ != c10d::ReduceOp::SUM) {
                   throw UsageError(context, "sparse tensors are reduced by SUM only");
                 }
-                return [tensor, context](const Group& group, const Site& site) {
+                return [this, tensor, context](Timeout limit) {
                   const at::NoGradGuard no_grad;
                   at::Tensor(tensor).copy_(nn::all_reduce_sparse(tensor, /*divisor=*/1, nn::kOfC10d,
-                                                                 group, site.timeout, context));
+                                                                 group(), limit, context));
                 };
               });
 }

@@ -17,7 +17,7 @@
 
 #include "group/mismatch.hpp"
 #include "nn/backend/backend.hpp"
-#include "nn/c10d/c10d_error.hpp"
+#include "nn/gloo_engine/c10d_error.hpp"
 
 namespace lockstep::backend {
 namespace {

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "nn/c10d/c10d_error.hpp"
+#include "nn/gloo_engine/c10d_error.hpp"
 
 namespace lockstep::backend {
 namespace {

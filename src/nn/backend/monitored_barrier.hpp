@@ -7,7 +7,7 @@
 #include <lockstep/error.hpp>
 #include <utility>
 
-#include "nn/c10d/c10d_rendezvous.hpp"
+#include "nn/gloo_engine/c10d_rendezvous.hpp"
 
 namespace lockstep::backend {
 

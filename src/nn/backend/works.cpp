@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "base/wait_until_true.hpp"
-#include "nn/c10d/c10d_error.hpp"
 #include "nn/error.hpp"
+#include "nn/gloo_engine/c10d_error.hpp"
 #include "nn/interpreter.hpp"
 
 namespace lockstep::backend {

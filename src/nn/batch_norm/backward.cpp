@@ -59,12 +59,12 @@ void input_gradient(const Tensor& dy, const Activation& x, Channels channels,
 /// The gradients of weight and bias, if requested.
 class ParameterGradients {
  public:
-  ParameterGradients(const Activation& x, RequestedGradients wanted)
+  ParameterGradients(const Activation& x, const BatchNormBackwardPiece& piece)
       : options_(parameter_options(x.tensor)) {
     const auto size = static_cast<std::int64_t>(x.shape.channels);
     const auto on_cpu = options_.device(at::kCPU);
-    if (wanted.weight) weight_ = at::empty({size}, on_cpu);
-    if (wanted.bias) bias_ = at::empty({size}, on_cpu);
+    if (piece.wants_weight) weight_ = at::empty({size}, on_cpu);
+    if (piece.wants_bias) bias_ = at::empty({size}, on_cpu);
   }
 
   /// Computes them for some channels. `sums`: sum_gradients of these. `invstd`: of all channels.
@@ -124,7 +124,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
                                                     const BatchNormRecord& record,
                                                     const Tensor& means) {
   const TraceScope scope("SyncBatchNorm backward");
-  const bool wants_input = pieces.front().wanted.input;
+  const bool wants_input = pieces.front().wants_input;
   struct Piece {
     Activation x;
     Tensor dy, dx;
@@ -142,7 +142,7 @@ std::vector<BatchNormGradients> batch_norm_backward(std::span<const BatchNormBac
       all.push_back({x,
                      gradient_like(piece.grad_output, x.tensor),
                      wants_input ? at::empty_like(x.tensor) : Tensor(),
-                     {x, piece.wanted}});
+                     {x, piece}});
     }
     const std::size_t n_channels = all.front().x.shape.channels;
     const double* const invstd = data(record.statistics) + 1 + n_channels;

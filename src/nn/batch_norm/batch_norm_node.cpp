@@ -37,10 +37,9 @@ class BatchNormBackward : public torch::autograd::Function<BatchNormBackward> {
         record.wants_input_gradient ? doubles(record.statistics.size(0) - 1) : Tensor();
     std::vector<BatchNormBackwardPiece> pieces;
     for (std::size_t i = 0; i < n_pieces; ++i) {
-      pieces.push_back({tensors[i],
-                        tensors[n_pieces + i],
+      pieces.push_back({tensors[i], tensors[n_pieces + i],
                         record.has_weight ? tensors[2 * n_pieces + i] : Tensor(),
-                        {record.wants_input_gradient, record.has_weight, record.has_bias}});
+                        record.wants_input_gradient, record.has_weight, record.has_bias});
     }
     const auto results = batch_norm_backward(pieces, record, means);
     variable_list saved = tensors.vec();
@@ -142,12 +141,10 @@ class BatchNormFunction : public torch::autograd::Function<BatchNormFunction> {
     const std::size_t n = gradients.size(), first_bias = record.has_weight ? 2 * n : n;
     std::vector<BatchNormBackwardPiece> pieces;
     for (std::size_t i = 0; i < n; ++i) {
-      pieces.push_back(
-          {gradients[i],
-           saved[i],
-           record.has_weight ? saved[n + i] : Tensor(),
-           {record.wants_input_gradient, record.has_weight && context.needs_input_grad(n + i),
-            record.has_bias && context.needs_input_grad(first_bias + i)}});
+      pieces.push_back({gradients[i], saved[i], record.has_weight ? saved[n + i] : Tensor(),
+                        record.wants_input_gradient,
+                        record.has_weight && context.needs_input_grad(n + i),
+                        record.has_bias && context.needs_input_grad(first_bias + i)});
     }
     const auto results = batch_norm_backward(pieces, record);
     variable_list all(n_arguments(record, n));

@@ -162,8 +162,9 @@ std::size_t fitting_channels(const Activation& x) {
 
 }  // namespace
 
-void check_batch_norm(const Tensor& input, std::int64_t num_features, const Tensor& weight,
-                      const Tensor& bias, const BatchNormSettings& settings) {
+void check_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                      const BatchNormSettings& settings) {
+  const std::int64_t num_features = settings.layer.n_channels;
   const auto reject = [&settings](const std::string& text) {
     throw UsageError(settings.layer.context(kForward), text);
   };
@@ -338,19 +339,20 @@ Tensor batch_norm_forward(const Tensor& input, const Tensor& weight, const Tenso
   return output;
 }
 
-void begin_batch(const Tensor& input, const BatchNormState& state, BatchNormSettings& settings) {
+void begin_batch(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                 BatchNormSettings& settings) {
   settings.layer.guard([&] {
-    check_batch_norm(input, state.num_features, state.weight, state.bias, settings);
-    if (state.momentum.has_value()) {
-      settings.factor = *state.momentum;
-    } else if (state.num_batches_tracked.defined()) {
-      settings.factor = 1 / (state.num_batches_tracked.item<double>() + 1);
+    check_batch_norm(input, weight, bias, settings);
+    if (settings.momentum.has_value()) {
+      settings.factor = *settings.momentum;
+    } else if (settings.num_batches_tracked.defined()) {
+      settings.factor = 1 / (settings.num_batches_tracked.item<double>() + 1);
     }
   });
 }
 
-void count_batch(const BatchNormState& state, const BatchNormRecord& record) {
-  Tensor n_batches = state.num_batches_tracked;
+void count_batch(const BatchNormRecord& record) {
+  Tensor n_batches = record.settings.num_batches_tracked;
   const bool keeps =
       record.nonfinite && record.settings.on_nonfinite == OnNonfinite::keep_running_stats;
   if (!n_batches.defined() || keeps) return;

@@ -15,7 +15,7 @@
 #include <lockstep/nn/sync_batch_norm.hpp>
 
 #include "nn/batch_norm/cpu_batch_norm.hpp"
-#include "nn/batch_norm/layer.hpp"
+#include "nn/layer.hpp"
 
 /// The steps of a synchronised batch normalisation, for one module per rank and for replicas.
 /// Statistics are one tensor of 1 + 2C doubles: count, mean[C], and m2[C] or later invstd[C].
@@ -50,16 +50,10 @@ struct BatchNormSettings {
   Layer layer;
   double eps = 0;
   EpsMode eps_mode = EpsMode::plus;
-  double factor = 0;  ///< weight of this batch in the running statistics
-  at::Tensor running_mean, running_var;
+  std::optional<double> momentum = {};  ///< none: the cumulative average
+  double factor = 0;  ///< weight of this batch in the running statistics; of begin_batch
+  at::Tensor running_mean = {}, running_var = {}, num_batches_tracked = {};  ///< undefined: absent
   OnNonfinite on_nonfinite = OnNonfinite::propagate;
-};
-
-/// A module's parameters and options that BatchNormSettings do not have. Undefined: absent.
-struct BatchNormState {
-  std::int64_t num_features = 0;
-  at::Tensor weight, bias, num_batches_tracked;
-  std::optional<double> momentum;  ///< none: the cumulative average
 };
 
 /// What backward needs from its forward besides the tensors that autograd saves.
@@ -78,9 +72,6 @@ struct BatchNormRecord : torch::CustomClassHolder {
 struct BatchNormPiece {
   at::Tensor input;
   OptionalTensor weight, bias;  ///< of parameter_for
-};
-struct RequestedGradients {
-  bool input, weight, bias;  ///< input: the same for all pieces
 };
 struct BatchNormGradients {
   at::Tensor input, weight, bias;  ///< undefined if not requested
@@ -147,20 +138,22 @@ inline void copy_channels(const double* part, Channels channels, std::size_t all
 }
 
 /// Throws UsageError if input or state is invalid. Undefined state is absent.
-void check_batch_norm(const at::Tensor& input, std::int64_t num_features, const at::Tensor& weight,
-                      const at::Tensor& bias, const BatchNormSettings& settings);
+void check_batch_norm(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
+                      const BatchNormSettings& settings);
 /// check_batch_norm; then sets the weight of this batch in the running statistics. If it throws,
 /// the call is refused.
-void begin_batch(const at::Tensor& input, const BatchNormState& state, BatchNormSettings& settings);
+void begin_batch(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
+                 BatchNormSettings& settings);
 /// After a forward: adds 1 to num_batches_tracked, unless on_nonfinite keeps it.
-void count_batch(const BatchNormState& state, const BatchNormRecord& record);
+void count_batch(const BatchNormRecord& record);
 /// The complete forward of one module per rank. `record` must have its settings; fills the rest.
 at::Tensor batch_norm_forward(const at::Tensor& input, const at::Tensor& weight,
                               const at::Tensor& bias, BatchNormRecord& record);
 /// What backward gets of a piece.
 struct BatchNormBackwardPiece {
   at::Tensor grad_output, input, weight;
-  RequestedGradients wanted;
+  bool wants_input;  ///< a gradient of it; the same for all pieces
+  bool wants_weight, wants_bias;
 };
 /// The backward of all pieces. Collective if the inputs' gradients are requested; then `means`, if
 /// defined, gets the means of dy and of dy (x - mean) over all ranks, 2C doubles.

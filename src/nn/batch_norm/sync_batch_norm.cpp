@@ -150,21 +150,22 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
   settings.layer = {.group = is_replica ? replica_.group : bind_group(where),
                     .title = title_,
                     .where = is_user_code(where) ? where : made_at_,
+                    .n_channels = o.num_features(),
                     .tag = tag_,
                     .refuses = !is_replica || replica_.link->is_master()};
   settings.eps = o.eps();
   settings.eps_mode = o.eps_mode();
+  settings.momentum = o.momentum();
   settings.running_mean = this->running_mean;
   settings.running_var = this->running_var;
+  settings.num_batches_tracked = this->num_batches_tracked;
   settings.on_nonfinite = o.on_nonfinite();
   settings.layer.guard([&] { check_dimensions(input, where); });
-  const BatchNormState state{o.num_features(), this->weight, this->bias, this->num_batches_tracked,
-                             o.momentum()};
-  begin_batch(input, state, settings);
+  begin_batch(input, this->weight, this->bias, settings);
   Tensor output =
-      is_replica ? replicated_batch_norm(input, state.weight, state.bias, *record, *replica_.link)
-                 : synchronised_batch_norm(input, state.weight, state.bias, record);
-  count_batch(state, *record);
+      is_replica ? replicated_batch_norm(input, this->weight, this->bias, *record, *replica_.link)
+                 : synchronised_batch_norm(input, this->weight, this->bias, record);
+  count_batch(*record);
   if (record->nonfinite) {
     ++n_nonfinite_batches_;
     const auto original = std::dynamic_pointer_cast<Derived>(replica_.original.lock());

@@ -171,15 +171,12 @@ c10::intrusive_ptr<BatchNormRecord> make_record(ScopeEntry& scope, const Tensor&
                                                 const Tensor& running_var, double momentum,
                                                 double eps) {
   auto record = c10::make_intrusive<BatchNormRecord>();
-  record->settings = {next_layer(scope, input.dim() < 2 ? 0 : input.size(1)),
-                      eps,
-                      EpsMode::plus,
-                      momentum,
-                      running_mean,
-                      running_var};
-  const std::int64_t channels = record->settings.layer.n_channels;
-  record->settings.layer.guard(
-      [&] { check_batch_norm(input, channels, weight, bias, record->settings); });
+  record->settings = {.layer = next_layer(scope, input.dim() < 2 ? 0 : input.size(1)),
+                      .eps = eps,
+                      .momentum = momentum,
+                      .running_mean = running_mean,
+                      .running_var = running_var};
+  begin_batch(input, weight, bias, record->settings);
   ScopedLayers::all().add(weight, running_mean);
   return record;
 }
@@ -255,10 +252,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_impl_index_backward(
                        "a clone of it: hooks on saved tensors (offloading, compression) must not "
                        "replace those of batch_norm");
     }
-    const BatchNormBackwardPiece whole{gradient,
-                                       input,
-                                       value_of(parameter_for(value_of(weight), input)),
-                                       {wanted[0], wanted[1], wanted[2]}};
+    const BatchNormBackwardPiece whole{
+        gradient,  input,     value_of(parameter_for(value_of(weight), input)),
+        wanted[0], wanted[1], wanted[2]};
     return batch_norm_backward({&whole, 1}, *record).front();
   });
   return {result.input, result.weight, result.bias};

@@ -5,7 +5,7 @@
 #include <lockstep/error.hpp>
 #include <memory>
 
-#include "nn/ddp/reducer_parts.hpp"
+#include "nn/ddp/call_site.hpp"
 
 namespace lockstep::nn {
 namespace {

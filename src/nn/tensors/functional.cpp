@@ -18,8 +18,8 @@
 
 #include "base/hash.hpp"
 #include "group/mismatch.hpp"
-#include "nn/batch_norm/layer.hpp"
 #include "nn/error.hpp"
+#include "nn/layer.hpp"
 #include "nn/tensors/tensor_call.hpp"
 
 /// Each operation is a node of the graph. Before its data the ranks exchange a header, by which

@@ -1,4 +1,4 @@
-#include "nn/batch_norm/layer.hpp"
+#include "nn/layer.hpp"
 
 #include <ATen/core/grad_mode.h>
 #include <fmt/format.h>

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "group/world.hpp"
-#include "nn/c10d/c10d_rendezvous.hpp"
+#include "nn/gloo_engine/c10d_rendezvous.hpp"
 
 namespace lockstep::nn::detail {
 

@@ -1,4 +1,4 @@
-#include "nn/c10d/c10d_store.hpp"
+#include "nn/gloo_engine/c10d_store.hpp"
 
 #include <fmt/format.h>
 #include <poll.h>

@@ -14,8 +14,8 @@
 #include "nn/backend/layer_group.hpp"
 #include "nn/batch_norm/inner_scopes.hpp"
 #include "nn/batch_norm/layer_steps.hpp"
-#include "nn/python/torch_module.hpp"
-#include "python/gil.hpp"
+#include "nn/interpreter.hpp"
+#include "nn/torch_extension/torch_module.hpp"
 
 namespace py = pybind11;
 
@@ -23,9 +23,6 @@ namespace lockstep::python {
 namespace {
 
 using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
-
-Tensor value_of(const MaybeTensor& tensor) { return tensor.value_or(Tensor()); }
 
 /// group: of torch.distributed, a lockstep.Group, or None: lockstep's default group.
 Group group_of(const py::object& group, std::source_location where) {
@@ -63,49 +60,41 @@ Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
                                              .title = std::make_shared<const std::string>(title),
                                              .where = where,
                                              .tag = nn::tag_of(identity)};
-  Tensor x;
-  nn::BatchNormState state;
+  Tensor x, w, b;
   layer.guard([&] {
     const auto tensor = [&](const char* name, const py::object& value) {
-      return value_of(read<MaybeTensor>(layer, name, "a tensor", value));
+      return nn::value_of(read<nn::OptionalTensor>(layer, name, "a tensor", value));
     };
     x = read<Tensor>(layer, "input", "a tensor", input);
-    state.weight = tensor("weight", weight);
-    state.bias = tensor("bias", bias);
+    w = tensor("weight", weight);
+    b = tensor("bias", bias);
     settings.running_mean = tensor("running_mean", running_mean);
     settings.running_var = tensor("running_var", running_var);
-    state.num_batches_tracked = tensor("num_batches_tracked", num_batches_tracked);
-    state.num_features = read<std::int64_t>(layer, "num_features", "an int", num_features);
-    state.momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum);
+    settings.num_batches_tracked = tensor("num_batches_tracked", num_batches_tracked);
+    settings.layer.n_channels = read<std::int64_t>(layer, "num_features", "an int", num_features);
+    settings.momentum = read<std::optional<double>>(layer, "momentum", "a float or None", momentum);
     settings.eps = read<double>(layer, "eps", "a float", eps);
   });
-  const GilReleased released;
-  nn::begin_batch(x, state, settings);
-  Tensor output = nn::synchronised_batch_norm(x, state.weight, state.bias, record);
-  nn::count_batch(state, *record);
+  const nn::Released released;
+  nn::begin_batch(x, w, b, settings);
+  Tensor output = nn::synchronised_batch_norm(x, w, b, record);
+  nn::count_batch(*record);
   return output;
 }
 
-/// lockstep.nn.SyncBatchNormScope, in its block.
-class Scope {
- public:
-  explicit Scope(const py::object& group) : Scope(group, core().where()) {}
-  void exit() { scope_.reset(); }
+/// A scope that Python has entered, until exit() or the end of its `with` block.
+template <class Scope>
+struct Entered {
+  std::unique_ptr<Scope> scope;
 
- private:
-  Scope(const py::object& group, std::source_location where)
-      : scope_(std::make_unique<nn::SyncBatchNormScope>(group_of(group, where), where)) {}
+  void exit() { scope.reset(); }
 
-  std::unique_ptr<nn::SyncBatchNormScope> scope_;
-};
-
-/// Until exit() no scope applies on this thread.
-class Suspended {
- public:
-  void exit() { scope_.reset(); }
-
- private:
-  std::unique_ptr<nn::SuspendedScope> scope_ = std::make_unique<nn::SuspendedScope>();
+  static auto define(py::module_& module, const char* name) {
+    return py::class_<Entered>(module, name)
+        .def("exit", &Entered::exit)
+        .def("__enter__", [](py::object self) { return self; })
+        .def("__exit__", [](Entered& self, const py::args&) { self.exit(); });
+  }
 };
 
 }  // namespace
@@ -117,10 +106,16 @@ void define_batch_norm(py::module_& module) {
     const auto where = core().where();
     return fmt::format("{}:{}", base::base_name(where.file_name()), where.line());
   });
-  py::class_<Scope>(module, "SyncBatchNormScope")
-      .def(py::init<const py::object&>())
-      .def("exit", &Scope::exit);
-  py::class_<Suspended>(module, "SuspendedScope").def(py::init<>()).def("exit", &Suspended::exit);
+  using Scope = nn::SyncBatchNormScope;
+  Entered<Scope>::define(module, "SyncBatchNormScope").def(py::init([](const py::object& group) {
+    const auto where = core().where();
+    return Entered<Scope>{std::make_unique<Scope>(group_of(group, where), where)};
+  }));
+  // Until its end no scope applies on this thread.
+  using Suspended = nn::SuspendedScope;
+  Entered<Suspended>::define(module, "SuspendedScope").def(py::init([] {
+    return Entered<Suspended>{std::make_unique<Suspended>()};
+  }));
 }
 
 }  // namespace lockstep::python

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "engines/message/transport.hpp"
-#include "nn/c10d/c10d_wire.hpp"
+#include "nn/gloo_engine/c10d_wire.hpp"
 
 namespace lockstep::nn::detail {
 

@@ -1,4 +1,4 @@
-#include "nn/c10d/c10d_rendezvous.hpp"
+#include "nn/gloo_engine/c10d_rendezvous.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,4 +1,4 @@
-#include "nn/c10d/c10d_transport.hpp"
+#include "nn/gloo_engine/c10d_transport.hpp"
 
 #include <algorithm>
 #include <exception>
@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/no_sigpipe.hpp"
-#include "nn/c10d/c10d_error.hpp"
+#include "nn/gloo_engine/c10d_error.hpp"
 #include "record/progress.hpp"
 
 namespace lockstep::nn::detail {

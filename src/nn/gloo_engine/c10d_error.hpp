@@ -10,7 +10,9 @@
 
 namespace lockstep::nn::detail {
 
-/// What an exception of a c10d backend or store says. c10d has no classes for it: its text tells.
+/// What an exception of a c10d backend or store says. Its text tells: not all libtorches have
+/// headers of Gloo's classes, NCCL and UCC have one for all, and a process group of Python has its
+/// own.
 struct C10dError {
   enum class Kind { peer_lost, timeout, other };
   Kind kind;

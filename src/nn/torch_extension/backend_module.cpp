@@ -8,7 +8,7 @@
 
 #include "nn/backend/backend.hpp"
 #include "nn/interpreter.hpp"
-#include "nn/python/torch_module.hpp"
+#include "nn/torch_extension/torch_module.hpp"
 #include "python/gil.hpp"
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-#include "nn/python/torch_module.hpp"
+#include "nn/torch_extension/torch_module.hpp"
 
 #include <torch/csrc/Exceptions.h>
 

@@ -1,4 +1,4 @@
-#include "nn/c10d/c10d_wire.hpp"
+#include "nn/gloo_engine/c10d_wire.hpp"
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

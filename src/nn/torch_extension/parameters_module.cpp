@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "nn/elastic/parameter_samples.hpp"
-#include "nn/python/torch_module.hpp"
+#include "nn/torch_extension/torch_module.hpp"
 
 namespace py = pybind11;
 
