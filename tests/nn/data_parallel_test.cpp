@@ -102,11 +102,10 @@ void expect_equal_training(const SplitCase& c) {
 TEST(DataParallelTest, trains_as_the_plain_module_on_the_whole_batch) {
   for (const std::size_t n_devices : {1, 2, 3, 4, 8}) {
     for (const std::int64_t n_samples : {1, 2, 7, 16, 33}) {
-      for (const at::ScalarType type : {at::kDouble, at::kFloat}) {
-        expect_equal_training({n_devices, n_samples, type});
-      }
+      expect_equal_training({n_devices, n_samples, at::kDouble});
     }
   }
+  for (const std::int64_t n_samples : {2, 33}) expect_equal_training({3, n_samples, at::kFloat});
 }
 
 /// The cases of the published tests of vacancy/Synchronized-BatchNorm-PyTorch: train and eval,

@@ -4,9 +4,12 @@ import os
 import pickle
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+from multiprocessing.connection import Listener, wait
 from pathlib import Path
 
 import pytest
@@ -20,23 +23,91 @@ def elastic(n, limits):
     return [COMMAND, "run", "-n", str(n), "--elastic", limits, "--"]
 
 
+WATCHDOG_S = 240
+
+
+class SharedRanks:
+    """Processes under `lockstep run` that are the ranks of many tests, one after the other, each in a new world: of a test
+    of 2 ranks, 4 seconds of 5 are the import of torch.
+    """
+
+    def __init__(self, n):
+        self.folder = tempfile.TemporaryDirectory()
+        path = str(Path(self.folder.name) / "tasks")
+        with Listener(path, backlog=n) as listener, open(Path(self.folder.name) / "output", "wb") as output:
+            self.launcher = subprocess.Popen(
+                [COMMAND, "run", "-n", str(n), "--", sys.executable, str(Path(__file__).parent / "in_ranks.py"), path],
+                cwd=self.folder.name,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            listener._listener._socket.settimeout(WATCHDOG_S)  # type: ignore[attr-defined]
+            self.ranks = [listener.accept() for _ in range(n)]
+
+    def run(self, folder):
+        """Whether all ranks of the test in `folder` returned."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        for rank in self.ranks:
+            rank.send((str(folder), port))
+        running = list(self.ranks)
+        while running:
+            ready = wait(running, WATCHDOG_S)
+            if not ready:
+                return False
+            for rank in ready:
+                try:
+                    rank.recv()
+                except (EOFError, ConnectionError):
+                    return False
+                running.remove(rank)
+        return True
+
+    def end(self):
+        for rank in self.ranks:
+            rank.close()
+        try:
+            self.launcher.wait(10)
+        except subprocess.TimeoutExpired:
+            self.launcher.kill()
+            self.launcher.wait()
+        return (Path(self.folder.name) / "output").read_text(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def shared_ranks():
+    """shared_ranks(n): of the last two numbers that were asked for."""
+    kept = {}
+
+    def get(n, is_bad=False):
+        if is_bad:
+            return kept.pop(n).end()
+        kept[n] = kept.pop(n, None) or SharedRanks(n)
+        if len(kept) > 2:
+            kept.pop(next(iter(kept))).end()
+        return kept[n]
+
+    yield get
+    for ranks in kept.values():
+        ranks.end()
+
+
 @pytest.fixture
-def run_ranks(tmp_path):
+def run_ranks(tmp_path, shared_ranks, request):
     """run_ranks(n, body, **arguments): n ranks call `body`, a function of a test module. Returns what they printed.
 
     It gets those of the arguments, and of what `init` returns, that it has parameters for. `returned`: the number of ranks
     in which it returns (`code` tells only of the first that fails). `says`: a text that they print, or a list of these.
     `body` may be the text of a program too, for what a function cannot be.
+
+    `shares=False`: in processes of its own, as it leaves something behind in them or is about their end. So are those with
+    a launcher, variables or an exit code, and in nightly, which selects no marks, all.
     """
 
-    def run(n, body, *, code=0, launcher=None, env=None, init=init_dist, returned=None, says=(), **arguments):
-        if isinstance(body, str):
-            command = ["program.py"]
-            (tmp_path / "program.py").write_text(textwrap.dedent(body).lstrip("\n"))
-        else:
-            command = [str(Path(__file__).parent / "in_ranks.py"), "body"]
-            (tmp_path / "body").write_bytes(pickle.dumps((body, init, arguments)))
-        (tmp_path / "returned").write_text("")
+    def start(n, command, code, launcher, env):
         launcher = [COMMAND, "run", "-n", str(n), "--"] if launcher is None else launcher
         done = subprocess.run(
             [*launcher, sys.executable, *command],
@@ -46,14 +117,35 @@ def run_ranks(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=240,  # a watchdog
+            timeout=WATCHDOG_S,
         )
         assert done.returncode == code, done.stdout
-        if returned is not None:
-            assert len((tmp_path / "returned").read_text()) == returned, done.stdout
-        for text in [says] if isinstance(says, str) else says:
-            assert text in done.stdout, done.stdout
         return done.stdout
+
+    def share(n):
+        if not shared_ranks(n).run(tmp_path):
+            pytest.fail(Path(tmp_path / "output").read_text(errors="replace") + shared_ranks(n, is_bad=True), pytrace=False)
+        return (tmp_path / "output").read_text(errors="replace")
+
+    def run(n, body, *, code=0, launcher=None, env=None, init=init_dist, returned=None, says=(), shares=True, **arguments):
+        (tmp_path / "output").unlink(missing_ok=True)
+        if isinstance(body, str):
+            command = ["program.py"]
+            (tmp_path / "program.py").write_text(textwrap.dedent(body).lstrip("\n"))
+        else:
+            command = [str(Path(__file__).parent / "in_ranks.py"), "body"]
+            (tmp_path / "body").write_bytes(pickle.dumps((body, init, arguments)))
+        (tmp_path / "returned").write_text("")
+        is_plain = not isinstance(body, str) and code == 0 and launcher is None and env is None
+        if shares and is_plain and request.config.option.markexpr:
+            printed = share(n)
+        else:
+            printed = start(n, command, code, launcher, env)
+        if returned is not None:
+            assert len((tmp_path / "returned").read_text()) == returned, printed
+        for text in [says] if isinstance(says, str) else says:
+            assert text in printed, printed
+        return printed
 
     return run
 

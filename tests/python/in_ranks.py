@@ -1,10 +1,19 @@
-"""in_ranks.py FILE: what `run_ranks` starts as each rank. FILE has a function of a test module, pickled, with its arguments."""
+"""What `run_ranks` starts as each rank. A task is a function of a test module, pickled, with its arguments.
 
+in_ranks.py FILE     runs the task of FILE
+in_ranks.py SOCKET   runs tasks, each in a folder of its own, until the other end closes
+"""
+
+import os
 import pickle
+import signal
 import sys
+from multiprocessing.connection import Client
+from pathlib import Path
 
-if __name__ == "__main__":
-    with open(sys.argv[1], "rb") as file:
+
+def run(path):
+    with open(path, "rb") as file:
         body, init, arguments = pickle.load(file)
     body = getattr(body, "__wrapped__", body)  # of a test that on_ranks made
     names = body.__code__.co_varnames[: body.__code__.co_argcount]
@@ -12,3 +21,42 @@ if __name__ == "__main__":
     body(**{name: arguments[name] for name in names if name in arguments})
     with open("returned", "a") as file:
         file.write("x")
+
+
+def leave_world():
+    import lockstep
+
+    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        sys.modules["torch.distributed"].destroy_process_group()
+    lockstep.destroy_dist()
+
+
+def run_tasks(tasks):
+    environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    output, hook = os.dup(1), sys.excepthook
+    while True:
+        try:
+            folder, port = tasks.recv()
+        except EOFError:
+            return
+        os.chdir(folder)
+        os.environ["MASTER_PORT"] = port  # one that the store of the world before may still have is no place for the next
+        with open("output", "ab", buffering=0) as file:
+            os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        run("body")
+        leave_world()
+        sys.stdout.flush()
+        os.dup2(output, 1), os.dup2(output, 2)
+        sys.excepthook = hook  # which torch wraps in each world
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        tasks.send("done")
+
+
+if __name__ == "__main__":
+    if Path(sys.argv[1]).is_socket():
+        run_tasks(Client(sys.argv[1]))
+    else:
+        run(sys.argv[1])

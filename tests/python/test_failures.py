@@ -69,7 +69,7 @@ def test_a_killed_rank_is_named(rank):
         ls.barrier()
 
 
-@on_ranks(2)
+@on_ranks(2, shares=False)
 def test_a_rank_that_left(rank):
     if rank == 1:
         sys.exit(0)
@@ -220,7 +220,7 @@ def test_interrupted_unpickling_of_collected_results(rank):
     ls.barrier()
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=None, shares=False)
 def test_a_rank_of_multiprocessing_leaves():
     def main():
         ls.init_dist(timeout=60)
@@ -248,7 +248,7 @@ def wait_in_a_daemon(rank, wait):
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_daemon_in_a_call_when_python_ends(run_ranks, wait):
     for _ in range(5):
-        run_ranks(2, wait_in_a_daemon, wait=wait)
+        run_ranks(2, wait_in_a_daemon, wait=wait, shares=False)
 
 
 def start_programs():

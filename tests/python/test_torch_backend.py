@@ -421,7 +421,7 @@ def init_without_process_vm():
     return init_torch()
 
 
-@on_ranks(2, init=init_without_process_vm)
+@on_ranks(2, init=init_without_process_vm, shares=False)
 def test_messages_where_no_process_may_access_another(rank):
     def n_sockets():
         return sum(str(os.readlink(fd)).startswith("socket") for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
@@ -514,7 +514,7 @@ def test_monitored_barrier_of_ranks_that_never_communicated(rank):
     dist.barrier(group)
 
 
-@on_torch_ranks(3)
+@on_torch_ranks(3, shares=False)
 def test_rank_0_may_end_after_a_monitored_barrier(rank):
     """The store is in its process."""
     if rank == 0:

@@ -119,7 +119,7 @@ def train(run_ranks, tmp_path):
     """train(n, body, limits): what the ranks print, and the parameters after it."""
 
     def run(n, body, limits=None, **options):
-        printed = run_ranks(n, body, launcher=elastic(n, limits) if limits else None, init=None, **options)
+        printed = run_ranks(n, body, launcher=elastic(n, limits) if limits else None, init=None, shares=False, **options)
         path = tmp_path / "parameters"
         parameters = torch.load(path) if path.exists() else {}
         path.unlink(missing_ok=True)
@@ -676,7 +676,7 @@ def test_a_state_that_cannot_be_given_away():
     Trainer(end).run(8)
 
 
-@on_ranks(3, init=None)
+@on_ranks(3, init=None, shares=False)
 def test_an_empty_batch_is_refused_where_a_loader_would_make_it():
     trainer = Trainer()
     sampler = ls.nn.ElasticBatchSampler(range(22), 10, trainer.state)

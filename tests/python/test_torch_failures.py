@@ -182,7 +182,7 @@ def test_a_message_that_a_fork_asks_for(rank):
     "libasan" in os.environ.get("LD_PRELOAD", ""),
     reason="UndefinedBehaviorSanitizer needs a descriptor",
 )
-@on_torch_ranks(2)
+@on_torch_ranks(2, shares=False)
 def test_a_group_without_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     taken = []
@@ -255,7 +255,7 @@ def test_monitored_barrier_names_a_dead_rank(rank):
         dist.monitored_barrier()
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=None, shares=False)
 def test_a_rank_that_cannot_write_its_trace_tells_the_others_why():
     rank = int(os.environ["RANK"])
     if rank == 1:
@@ -293,7 +293,7 @@ def test_a_fork_after_a_group_was_destroyed():
         assert os.waitpid(child, 0)[1] == 0
 
 
-@on_torch_ranks(3)
+@on_torch_ranks(3, shares=False)
 def test_new_group_notices_that_a_rank_has_ended(rank):
     if rank == 2:
         os._exit(0)
@@ -348,10 +348,10 @@ def call_in_a_daemon(rank, call):
 def test_a_daemon_in_a_call_when_python_ends(run_ranks, call):
     """In ours: torch itself ends the process where its own functions take the GIL when Python has ended."""
     for _ in range(5):
-        run_ranks(2, call_in_a_daemon, call=call, init=init_torch)
+        run_ranks(2, call_in_a_daemon, call=call, init=init_torch, shares=False)
 
 
-@on_ranks(2, init=None)
+@on_ranks(2, init=None, shares=False)
 def test_rank_0_cannot_open_its_store():
     def refuse(*arguments, **options):
         if options.get("is_master"):

@@ -94,7 +94,7 @@ def test_without_a_launcher_torch_says_what_it_misses():
         dist.init_process_group("lockstep")
 
 
-@on_torch_ranks(2)
+@on_torch_ranks(2, shares=False)
 def test_beside_a_backend_that_this_torch_lacks(rank):
     dist.destroy_process_group()
     if dist.is_nccl_available():

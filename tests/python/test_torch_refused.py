@@ -46,7 +46,7 @@ def test_by_all_ranks():
     assert_that_the_group_goes_on()
 
 
-@on_ranks(2)
+@on_ranks(2, shares=False)
 def test_an_exception_between_two_messages(rank):
     def no_memory(*_):
         raise MemoryError("none left")

@@ -148,7 +148,7 @@ def test_distributed_tensor(rank, size):
     assert torch.allclose(actual, expected, atol=1e-6)
 
 
-@on_torch_ranks(2)
+@on_torch_ranks(2, shares=False)
 def test_collectives_with_gradients(rank):
     """torch.distributed.nn.functional: a loss over the rows of all ranks, on each of them."""
     from torch.distributed.nn import functional
