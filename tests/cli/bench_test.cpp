@@ -9,6 +9,7 @@
 
 #include "cli/bench/meter.hpp"
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -76,7 +77,7 @@ TEST(BenchTest, every_operation_with_processes_and_threads) {
                              "--json",
                              folder / "figures.json"});
   ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
-  EXPECT_NE(ended.out.find("all_to_all"), std::string::npos) << ended.out;
+  expect_contains(ended.out, "all_to_all");
   const nlohmann::json figures = read_json(folder / "figures.json");
   EXPECT_EQ(figures["ranks"], 3);
   ASSERT_EQ(figures["rows"].size(), 2U + 5U * 2U * 2U);
@@ -94,7 +95,7 @@ TEST(BenchTest, every_type_and_mode) {
   const Ended shared = bench({"--shared", "--mode", "touch", "--min", "1MiB", "--max", "1MiB",
                               "--blocks", "1", "--block-ms", "1"});
   EXPECT_EQ(shared.exit_code, 0) << shared.err;
-  EXPECT_NE(shared.out.find("touch buffers in shared memory"), std::string::npos) << shared.out;
+  expect_contains(shared.out, "touch buffers in shared memory");
 }
 
 TEST(BenchTest, killed_it_leaves_nothing) {
@@ -114,7 +115,7 @@ TEST(BenchTest, wrong_command_lines) {
                                  const std::string& text) {
     const Ended ended = bench(arguments);
     EXPECT_EQ(ended.exit_code, 2);
-    EXPECT_NE(ended.err.find(text), std::string::npos) << ended.err;
+    expect_contains(ended.err, text);
     EXPECT_EQ(ended.out, "");
   };
   expect_refused({"--operation", "jump"}, "jump");
@@ -163,7 +164,7 @@ TEST_F(BenchCompareTest, beside_mpi) {
       GTEST_SKIP() << ended.err;
     }
     ASSERT_EQ(ended.exit_code, 0) << ended.err << ended.out;
-    EXPECT_NE(ended.out.find("best peer / lockstep"), std::string::npos) << ended.out;
+    expect_contains(ended.out, "best peer / lockstep");
     const nlohmann::json figures = read_json(folder / "figures.json");
     EXPECT_EQ(figures["rows"][1]["library"], peer);
     expect_times(figures["rows"][1]);

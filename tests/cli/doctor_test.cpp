@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -100,8 +101,7 @@ TEST(DoctorTest, lines_for_people) {
   Command command(StartOptions{.arguments = {"doctor"}, .variables = kNoLeakCheck});
   const Ended ended = command.wait();
   EXPECT_EQ(ended.exit_code, 0) << ended.out;
-  EXPECT_NE(ended.out.find("ok       shared memory    memfd works\n"), std::string::npos)
-      << ended.out;
+  expect_contains(ended.out, "ok       shared memory    memfd works\n");
   EXPECT_TRUE(ended.out.ends_with("lockstep can run here.\n")) << ended.out;
 }
 

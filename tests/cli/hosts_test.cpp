@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
 
@@ -50,9 +51,7 @@ TEST_P(MpiHostsTest, one_program_over_two_machines) {
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
   EXPECT_EQ(ended.out,
             "items 1001, sum 333833500, mean 333500.000, largest 1000000, agreed, in order\n");
-  EXPECT_NE(ended.err.find("rank 3 of 4, local 1 of 2, by mpirun, over hierarchical"),
-            std::string::npos)
-      << ended.err;
+  expect_contains(ended.err, "rank 3 of 4, local 1 of 2, by mpirun, over hierarchical");
 }
 
 #ifdef C_OPERATIONS

@@ -13,6 +13,7 @@
 
 #include "cli/command.hpp"
 #include "cli/intel_mpi.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -127,7 +128,7 @@ TEST(LaunchersTest, mpirun_under_leftovers_of_torchrun) {
   for (const auto& output : std::filesystem::directory_iterator(outputs.path())) {
     said += contents_of(output.path());
   }
-  EXPECT_NE(said.find("PMI_SIZE is 3, but WORLD_SIZE is 2"), std::string::npos) << said;
+  expect_contains(said, "PMI_SIZE is 3, but WORLD_SIZE is 2");
 }
 
 /// The n-th shell script of a page of docs/launchers, with other names for some programs.

@@ -81,8 +81,8 @@ class MpiTest : public ::testing::TestWithParam<MpiLibrary> {
         lines.begin(), lines.end(), [](const auto& text) { return text.starts_with("  "); }));
   }
 
-  /// All tests of core_tests whose names begin so pass on each rank. `variables`: as for env; `but`:
-  /// the end of a filter.
+  /// All tests of core_tests whose names begin so pass on each rank. `variables`: as for env;
+  /// `but`: the end of a filter.
   static void expect_passes(int n_ranks, const std::string& tests,
                             const std::string& variables = "", const std::string& but = "") {
     const std::size_t n_tests = n_tests_of(tests, but);
@@ -99,8 +99,7 @@ class MpiTest : public ::testing::TestWithParam<MpiLibrary> {
     for (const auto& output : std::filesystem::directory_iterator(outputs.path())) {
       ++n_outputs;
       const std::string text = contents_of(output.path());
-      EXPECT_NE(text.find(fmt::format("[  PASSED  ] {} tests.", n_tests)), std::string::npos)
-          << text;
+      expect_contains(text, fmt::format("[  PASSED  ] {} tests.", n_tests));
     }
     EXPECT_EQ(n_outputs, n_ranks);
   }
@@ -217,7 +216,7 @@ TEST_P(MpiTest, messages_past_2_to_the_31_elements) {
   const Ended ended = mpirun(2, OVER_MPI_PROGRAM " long", /*timeout_s=*/"600");
   EXPECT_EQ(ended.exit_code, 0) << ended.err;
   for (const char* operation : {"broadcast", "recv", "all_gather", "all_reduce"}) {
-    EXPECT_NE(ended.out.find(operation), std::string::npos) << ended.out;
+    expect_contains(ended.out, operation);
   }
 }
 

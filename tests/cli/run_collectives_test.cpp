@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -39,15 +40,14 @@ TEST(RunLossTest, every_peer_of_a_killed_rank_learns_who_and_by_what) {
   kill(std::stoi(pid), SIGKILL);
   const Ended ended = command.wait();
   EXPECT_EQ(ended.exit_code, 137);
-  EXPECT_NE(ended.err.find("rank 2 (pid " + pid + ") was killed by SIGKILL"), std::string::npos)
-      << ended.err;
+  expect_contains(ended.err, "rank 2 (pid " + pid + ") was killed by SIGKILL");
   int n_told = 0;
   for (const std::string& line : lines_of(ended.out)) {
     if (line.starts_with("joined")) continue;
     ++n_told;
     EXPECT_TRUE(line.starts_with("PeerLost: all_reduce")) << line;
-    EXPECT_NE(line.find("rank 2"), std::string::npos) << line;
-    EXPECT_NE(line.find("SIGKILL"), std::string::npos) << line;
+    expect_contains(line, "rank 2");
+    expect_contains(line, "SIGKILL");
   }
   EXPECT_EQ(n_told, 3) << ended.out;
   command.expect_nothing_left();

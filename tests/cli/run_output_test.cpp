@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::test {
@@ -177,7 +178,7 @@ TEST(RunOutputTest, reader_that_leaves_ends_the_ranks) {
   const Ended ended = run(StartOptions{.arguments = {"-n", "2", "seq", "1", "100000000"},
                                        .shell = "\"$@\" | head -n 1"});
   EXPECT_EQ(ended.out, "1\n");
-  EXPECT_NE(ended.err.find("SIGPIPE"), std::string::npos) << ended.err;
+  expect_contains(ended.err, "SIGPIPE");
 }
 
 TEST(RunOutputTest, a_full_disk_makes_it_a_failure) {
@@ -245,7 +246,7 @@ TEST(RunLogTest, does_not_overwrite) {
   std::ofstream(folder / "rank-1.err") << "precious";
   const Ended ended = run({"-n", "2", "--log-dir", folder / ".", "echo", "started"});
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_NE(ended.err.find("rank-1.err"), std::string::npos) << ended.err;
+  expect_contains(ended.err, "rank-1.err");
   EXPECT_EQ(ended.out, "");
   EXPECT_EQ(contents_of(folder / "rank-1.err"), "precious");
   EXPECT_FALSE(std::filesystem::exists(folder / "rank-0.out"));
@@ -269,7 +270,7 @@ TEST(RunLogTest, goes_on_when_the_output_has_no_reader) {
 TEST(RunLogTest, folder_cannot_be_made) {
   const Ended ended = run({"-n", "1", "--log-dir", "/proc/logs", "echo", "started"});
   EXPECT_EQ(ended.exit_code, 1);
-  EXPECT_NE(ended.err.find("/proc/logs"), std::string::npos) << ended.err;
+  expect_contains(ended.err, "/proc/logs");
   EXPECT_EQ(ended.out, "");
 }
 
@@ -281,7 +282,7 @@ TEST(RunLogTest, full_disk_is_reported_and_the_ranks_go_on) {
                        .shell = "ulimit -f 8192; exec \"$@\""});
   EXPECT_EQ(ended.exit_code, 0);
   EXPECT_EQ(lines_of(ended.out).size(), 1'000'000U);
-  EXPECT_NE(ended.err.find("log of rank 0's stdout ends here"), std::string::npos) << ended.err;
+  expect_contains(ended.err, "log of rank 0's stdout ends here");
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <fstream>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -16,26 +17,26 @@ void expect_refused(const std::vector<std::string>& arguments, const std::string
                     int exit_code = 2) {
   const Ended ended = run(arguments);
   EXPECT_EQ(ended.exit_code, exit_code);
-  EXPECT_NE(ended.err.find(text), std::string::npos) << ended.err;
+  expect_contains(ended.err, text);
   EXPECT_EQ(ended.out, "");
 }
 
 TEST(CliTest, help_and_version) {
   const Ended help = command({"--help"});
   EXPECT_EQ(help.exit_code, 0);
-  EXPECT_NE(help.out.find("lockstep run -n 4 ./my_program"), std::string::npos) << help.out;
+  expect_contains(help.out, "lockstep run -n 4 ./my_program");
   const Ended version = command({"--version"});
   EXPECT_EQ(version.exit_code, 0);
   EXPECT_TRUE(version.out.starts_with("lockstep ")) << version.out;
   const Ended nothing = command({});
   EXPECT_EQ(nothing.exit_code, 2);
-  EXPECT_NE(nothing.err.find("Usage"), std::string::npos) << nothing.err;
+  expect_contains(nothing.err, "Usage");
 }
 
 TEST(CliTest, unknown_subcommand) {
   const Ended ended = command({"walk"});
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_NE(ended.err.find("'walk'"), std::string::npos) << ended.err;
+  expect_contains(ended.err, "'walk'");
   EXPECT_NE(command({"./walk"}).err.find("lockstep run -n N ./program"), std::string::npos);
 }
 
@@ -108,7 +109,7 @@ TEST(RunUsageTest, bad_master_port) {
   const Ended ended = run(StartOptions{.arguments = {"-n", "2", "echo", "started"},
                                        .variables = {{"MASTER_PORT", "http"}}});
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_NE(ended.err.find("'http'"), std::string::npos) << ended.err;
+  expect_contains(ended.err, "'http'");
   EXPECT_EQ(ended.out, "");
 }
 
@@ -116,7 +117,7 @@ TEST(RunUsageTest, too_few_files_for_the_ranks) {
   const Ended ended = run(StartOptions{.arguments = {"-n", "64", "echo", "started"},
                                        .shell = "ulimit -n 100; exec \"$@\""});
   EXPECT_EQ(ended.exit_code, 2);
-  EXPECT_NE(ended.err.find("limit is 100"), std::string::npos) << ended.err;
+  expect_contains(ended.err, "limit is 100");
   EXPECT_EQ(ended.out, "");
 }
 

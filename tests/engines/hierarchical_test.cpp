@@ -485,8 +485,8 @@ TEST(HierarchicalTest, a_wrong_operation_is_a_mismatch_on_every_rank) {
             ADD_FAILURE() << "no error";
           } catch (const MismatchError& error) {
             const std::string text = error.what();
-            EXPECT_NE(text.find(name + " "), std::string::npos) << text;
-            EXPECT_NE(text.find("hierarchical_test.cpp:"), std::string::npos) << text;
+            test::expect_contains(text, name + " ");
+            test::expect_contains(text, "hierarchical_test.cpp:");
             EXPECT_EQ(error.context().rank, group.rank());
             for (const int peer : error.context().peers) {
               EXPECT_NE(std::ranges::find(chosen, peer), chosen.end()) << peer << "\n" << text;
@@ -555,9 +555,9 @@ TEST(HierarchicalTest, a_message_between_hosts_leaves_the_limits_of_other_ranks)
     }
   });
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 1 waited 0.2 s for rank 0 of ranks 0, 1"), std::string::npos) << text;
-    EXPECT_NE(text.find("recv from rank 2 on another host"), std::string::npos) << text;
-    EXPECT_NE(text.find("hierarchical_test.cpp:"), std::string::npos) << text;
+    test::expect_contains(text, "rank 1 waited 0.2 s for rank 0 of ranks 0, 1");
+    test::expect_contains(text, "recv from rank 2 on another host");
+    test::expect_contains(text, "hierarchical_test.cpp:");
   }
 }
 
@@ -574,8 +574,7 @@ TEST(HierarchicalTest, a_rank_that_waits_for_a_message_of_another_host_is_named_
     group.barrier(Timeout(std::chrono::milliseconds(500)));
   });
   for (const std::string& text : texts) {
-    EXPECT_NE(text.find("rank 0 waited 0.5 s for ranks 1, 2 of ranks 0, 1, 2"), std::string::npos)
-        << text;
+    test::expect_contains(text, "rank 0 waited 0.5 s for ranks 1, 2 of ranks 0, 1, 2");
     EXPECT_LT(text.find("\n  rank 2"), text.find("\n  rank 1")) << text;
   }
 }
@@ -769,9 +768,8 @@ TEST_F(HierarchicalProcessTest, a_leader_stopped_between_hosts_is_late_at_the_li
         ADD_FAILURE() << "no error";
       } catch (const TimeoutError& error) {
         const std::string text = error.text();
-        EXPECT_NE(text.find("waited 0.5 s for rank 2 of ranks 2, 3; arrived: 3"), std::string::npos)
-            << text;
-        EXPECT_NE(text.find("is stopped by a signal"), std::string::npos) << text;
+        test::expect_contains(text, "waited 0.5 s for rank 2 of ranks 2, 3; arrived: 3");
+        test::expect_contains(text, "is stopped by a signal");
       }
       ::kill(leader, SIGCONT);
     } else {

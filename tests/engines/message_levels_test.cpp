@@ -15,6 +15,7 @@
 #include "conformance/reference.hpp"
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/message/message_engine.hpp"
+#include "support/expect.hpp"
 #include "support/message_network.hpp"
 #include "support/waiting.hpp"
 
@@ -266,7 +267,7 @@ TEST_P(MessageLevelsTest, every_rank_gets_the_table_of_different_calls) {
     texts.push_back(text);
   });
   for (const std::string& text : texts) EXPECT_EQ(text, texts[0]);
-  EXPECT_NE(texts[0].find("100"), std::string::npos) << texts[0];
+  test::expect_contains(texts[0], "100");
 }
 
 TEST_P(MessagePartsTest, the_table_of_parts_that_disagree_has_every_rank) {
@@ -292,8 +293,8 @@ TEST_P(MessagePartsTest, the_table_of_parts_that_disagree_has_every_rank) {
   const std::string rest = n <= 16 ? "0-7" : "0-7, " + range(16, end - 1);
   for (const std::string& text : texts) {
     EXPECT_EQ(text, texts[0]);
-    EXPECT_NE(text.find("\n  " + others + " "), std::string::npos) << text;
-    EXPECT_NE(text.find("\n  " + rest + " "), std::string::npos) << text;
+    test::expect_contains(text, "\n  " + others + " ");
+    test::expect_contains(text, "\n  " + rest + " ");
   }
 }
 
@@ -305,8 +306,8 @@ TEST_P(MessageLevelsTest, a_send_beside_a_collective_is_a_mismatch) {
       engine.run(engine.rank() == 0 ? call_of(Op::send, 1, &data, nullptr, /*root=*/2)
                                     : call_of(Op::barrier, 0, nullptr, nullptr));
     });
-    EXPECT_NE(text.find("send"), std::string::npos) << text;
-    EXPECT_NE(text.find("barrier"), std::string::npos) << text;
+    test::expect_contains(text, "send");
+    test::expect_contains(text, "barrier");
   });
 }
 
@@ -333,7 +334,7 @@ TEST_P(MessageLevelsTest, late_ranks_are_named_not_those_that_wait_for_them) {
         const std::string named = n_late == 1
                                       ? "waited 60 s for rank 1 of"
                                       : fmt::format("waited 60 s for ranks 1, {} of", late[1]);
-        EXPECT_NE(text.find(named), std::string::npos) << text;
+        test::expect_contains(text, named);
       },
       &network);
 }
@@ -359,8 +360,7 @@ TEST_P(MessageLevelsTest, a_rank_that_stops_in_a_call_is_named) {
           for (;;) engine.run(call);
         });
         ++n_failed;
-        EXPECT_NE(text.find(fmt::format("waited 60 s for rank {} of", stopped)), std::string::npos)
-            << text;
+        test::expect_contains(text, fmt::format("waited 60 s for rank {} of", stopped));
       },
       &network);
 }
@@ -543,7 +543,7 @@ TEST_P(MessageWindowsTest, a_rank_that_stops_between_windows_is_named) {
         const Call call = call_of(Op::all_reduce, data.size(), data.data(), data.data());
         const std::string text = error_of<TimeoutError>([&] { engine.run(call); });
         ++n_failed;
-        EXPECT_NE(text.find("waited 60 s for rank 1 of"), std::string::npos) << text;
+        test::expect_contains(text, "waited 60 s for rank 1 of");
       },
       &network);
 }
@@ -614,7 +614,7 @@ TEST(MessageLevelsLateTest, ranks_in_later_calls_name_the_rank_that_the_root_wai
             for (;;) engine.run(call);
           });
           ++n_failed;
-          EXPECT_NE(text.find("waited 60 s for rank 9 of"), std::string::npos) << text;
+          test::expect_contains(text, "waited 60 s for rank 9 of");
         },
         &network);
   }

@@ -314,7 +314,7 @@ TEST(SharedEngineTest, a_file_that_got_the_number_of_the_segment_is_left_alone) 
       ADD_FAILURE() << "no error";
     } catch (const SystemError& error) {
       EXPECT_EQ(error.error_number(), EBADF);
-      EXPECT_NE(error.text().find("closed descriptor"), std::string::npos) << error.text();
+      expect_contains(error.text(), "closed descriptor");
     }
     EXPECT_THROW(default_group().split(0), SystemError);
     destroy_dist();

@@ -1,4 +1,5 @@
 #include "engines/shared/segment/tuning.hpp"
+#include "support/expect.hpp"
 
 #include <gtest/gtest.h>
 
@@ -111,8 +112,7 @@ TEST(TuningTest, other_text_is_rejected) {
       shared::parse_tuning(text);
       ADD_FAILURE() << text << " was taken";
     } catch (const UsageError& error) {
-      EXPECT_NE(std::string(error.what()).find("it takes flat=BYTES"), std::string::npos)
-          << error.what();
+      expect_contains(error.what(), "it takes flat=BYTES");
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cli/command.hpp"
+#include "support/expect.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -19,7 +20,7 @@ void expect_no_growth(const std::string& shell) {
   EXPECT_EQ(status, 0);
   const std::string said = contents_of(folder / "out");
   fmt::print("{}", said);
-  EXPECT_NE(said.find(" rounds, then "), std::string::npos);
+  expect_contains(said, " rounds, then ");
 }
 
 TEST(SoakTest, processes_hold_no_more_after_mixed_load) {

@@ -6,6 +6,8 @@
 #include <lockstep/error.hpp>
 #include <lockstep/types.hpp>
 
+#include "support/expect.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -21,8 +23,8 @@ TEST(TypesTest, unknown_reduce_op_names_the_valid_ones) {
     FAIL();
   } catch (const UsageError& error) {
     const std::string text = error.what();
-    EXPECT_NE(text.find("'average'"), std::string::npos) << text;
-    EXPECT_NE(text.find("mean"), std::string::npos) << text;
+    test::expect_contains(text, "'average'");
+    test::expect_contains(text, "mean");
   }
 }
 

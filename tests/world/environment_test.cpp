@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "support/expect.hpp"
 #include "support/ranks.hpp"
 
 namespace lockstep {
@@ -141,8 +142,8 @@ TEST(EnvironmentTest, sruns_own_pmi_is_srun) {
 TEST(EnvironmentTest, leftovers_of_another_size_are_named_with_the_launchers) {
   for (const Values& mpi : {kOpenMpi, kMpich}) {
     const std::string text = refusal(mpi + kTorchrun);
-    EXPECT_NE(text.find("SIZE is 3, but WORLD_SIZE is 4"), std::string::npos) << text;
-    EXPECT_NE(text.find("mpirun's and torchrun's"), std::string::npos) << text;
+    test::expect_contains(text, "SIZE is 3, but WORLD_SIZE is 4");
+    test::expect_contains(text, "mpirun's and torchrun's");
   }
   EXPECT_NE(refusal(kSrun + kTorchrun).find("SLURM_STEP_NUM_TASKS is 9, but WORLD_SIZE is 4"),
             std::string::npos);
@@ -237,8 +238,8 @@ TEST(EnvironmentTest, contradictions_name_variable_and_value) {
   EXPECT_EQ(with("MASTER_PORT", "65536"), "MASTER_PORT is 65536; it must be from 1 to 65535");
   // Complete, but nothing here can carry it: every engine says why.
   const std::string text = refusal(good);
-  EXPECT_NE(text.find("no engine can join rank 1 of 4"), std::string::npos) << text;
-  EXPECT_NE(text.find("LOCKSTEP_SEGMENT is not set"), std::string::npos) << text;
+  test::expect_contains(text, "no engine can join rank 1 of 4");
+  test::expect_contains(text, "LOCKSTEP_SEGMENT is not set");
 }
 
 TEST(EnvironmentTest, invalid_segments) {
