@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <exception>
 #include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
@@ -9,7 +8,6 @@
 #include <numeric>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 #include "group/argument_checks.hpp"
@@ -193,42 +191,6 @@ Work post(const std::shared_ptr<GroupState>& group, const Call& call, Timeout ti
 }  // namespace
 
 namespace internal {
-
-/// Every blocking call, from top to bottom, after the checks of its arguments.
-template <class Use>
-void GroupState::run(Call&& call, Timeout timeout, Use use) {
-  // A plain load, and a store when the call begins: a locked addition takes as long as the rest.
-  // Two threads that call or post at once, which is not allowed, may get the same number.
-  call.group = name_;
-  call.check = check_;
-  call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  call.n_refused = n_refused_.load(std::memory_order_relaxed);
-  // At most never(), a hundred years: longer timeouts overflow nanosecond clocks.
-  call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
-  // A fork of a rank is not a rank; in a group of one it is harmless.
-  if (process_.is_forked_child() && size_ > 1) throw_forked_child(call);
-  if (only_thread_ != std::thread::id() && only_thread_ != std::this_thread::get_id()) {
-    throw_other_thread(call);
-  }
-  // One locked instruction, so that only one of two concurrent callers continues.
-  if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
-  const Busy busy{*this};
-  if (has_queue_.load(std::memory_order_acquire)) wait_for_posted(call);
-  if (is_dead_.load(std::memory_order_acquire)) rethrow_failure(call);
-  sequence_.store(call.sequence, std::memory_order_relaxed);
-
-  try {
-    group_recorder_.begin(call);
-    if constexpr (std::is_null_pointer_v<Use>) {
-      run_on_engine(call);
-    } else {
-      use(*engine_, call);
-    }
-    group_recorder_.end(call);
-  } catch (...) {
-    fail(call);
-  }
-}
 
 void NativeGroup::run(const Group& group, const Call& call, Timeout timeout) {
   group.state_->run(Call(call), timeout);

@@ -253,11 +253,7 @@ void GroupState::throw_held(const Call& call) const {
 
 std::shared_ptr<WorkState> GroupState::post(const Call& checked, Timeout timeout) {
   Call call = checked;
-  call.group = name_;
-  call.check = check_;
-  call.sequence = sequence_.load(std::memory_order_relaxed) + 1;
-  call.n_refused = n_refused_.load(std::memory_order_relaxed);
-  call.timeout = call.limit = std::min(timeout.or_else(timeout_), Timeout::never().or_else({}));
+  number(call, timeout);
   if (process_.is_forked_child()) throw_forked_child(call);  // it has no queue, for any size
   // Otherwise the queue and a calling thread would use the engine concurrently.
   if (is_busy_.exchange(true, std::memory_order_acquire)) throw_busy(call);
@@ -299,13 +295,7 @@ void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
                                         rank_, call.limit_s()));
   }
   call.timeout = limit.of_step();
-  try {
-    group_recorder_.begin(call);
-    run_on_engine(call);
-    group_recorder_.end(call);
-  } catch (...) {
-    fail(call);
-  }
+  record_and_run(call, RunOnEngine{});
 }
 
 void GroupState::fail(const Call& call) {
