@@ -79,6 +79,11 @@ std::string how_ended(int wait_status) {
                      strsignal(signal), WCOREDUMP(wait_status) ? ", core dumped" : "");
 }
 
+std::optional<std::int64_t> last_generation_of(const shared::LauncherRequest& request) {
+  if (request.last_generation < 0) return std::nullopt;
+  return request.last_generation;
+}
+
 int n_threads(const Options& options) {
   return options.bind == Bind::core ? 1 : std::max(1, base::n_usable_cores() / options.n_ranks);
 }
@@ -109,8 +114,8 @@ std::optional<int> Attempt::World::rank_of(int place) const {
 
 Attempt::~Attempt() {
   kill_ranks();
-  for (Rank& rank : ranks_) {
-    if (rank.state != State::reaped) reap(rank);
+  for (Place& place : places_) {
+    if (place.state != State::reaped) reap(place);
   }
 }
 
@@ -126,8 +131,9 @@ Outcome Attempt::run() {
 }
 
 bool Attempt::over() const {
-  const bool all_reaped = std::all_of(ranks_.begin(), ranks_.end(),
-                                      [](const Rank& rank) { return rank.state == State::reaped; });
+  const bool all_reaped = std::all_of(places_.begin(), places_.end(), [](const Place& place) {
+    return place.state == State::reaped;
+  });
   // A user who interrupts twice does not wait for a reader that is blocked.
   return all_reaped && (nodes_ == nullptr || nodes_->over()) &&
          (context_.mux.idle() || (n_interrupts_ > 1 && context_.mux.stuck()));
@@ -137,10 +143,9 @@ void Attempt::write_records() {
   if (outcome_.exit_code == 0 || !context_.options.env.record_dir) return;
   const std::string& dir = *context_.options.env.record_dir;
   try {
-    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-      const int index = static_cast<int>(rank);
-      if (const auto number = world_of(index).rank_of(index)) {
-        world_of(index).job->write_record(*number, dir);
+    for (int place = 0; place < n_places(); ++place) {
+      if (const auto number = world_of(place).rank_of(place)) {
+        world_of(place).job->write_record(*number, dir);
       }
     }
     print_line(fmt::format("flight records are in {0}; see lockstep doctor --record {0}", dir));
@@ -175,15 +180,16 @@ void Attempt::start_ranks() {
     logs = open_rank_logs(*options.log_dir, placement_.first_rank, options.n_ranks, n_restarts_);
 
   ProcessStarter starter(context_.guard, context_.signals);
-  for (int rank = 0; rank < options.n_ranks; ++rank) {
-    ranks_.emplace_back();
-    start_rank(rank, std::move(logs[static_cast<std::size_t>(rank)]), /*is_replacement=*/false,
+  for (int place = 0; place < options.n_ranks; ++place) {
+    places_.emplace_back();
+    start_rank(place, std::move(logs[static_cast<std::size_t>(place)]), /*is_replacement=*/false,
                starter);
   }
   starter.wait();
 }
 
-void Attempt::start_rank(int rank, RankLogs log, bool is_replacement, ProcessStarter& starter) try {
+void Attempt::start_rank(int place, RankLogs log, bool is_replacement,
+                         ProcessStarter& starter) try {
   const Options& options = context_.options;
   const shared::Job& job = *newest().job;
   const WorldEnvironment environment{.n_ranks = options.n_ranks,
@@ -196,13 +202,13 @@ void Attempt::start_rank(int rank, RankLogs log, bool is_replacement, ProcessSta
   const base::UniqueFd null(open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!null) throw system_error("cannot open /dev/null");
   // A rank leads its own process group, which a terminal stops when it reads.
-  const bool passes_stdin = rank == 0 && !is_replacement && isatty(STDIN_FILENO) == 0;
-  const RankOutputs outputs = context_.mux.add(
-      placement_.first_rank + rank, std::move(log.stdout_log), std::move(log.stderr_log));
+  const bool passes_stdin = place == 0 && !is_replacement && isatty(STDIN_FILENO) == 0;
+  const RankOutputs outputs =
+      context_.mux.add(world_rank(place), std::move(log.stdout_log), std::move(log.stderr_log));
   shared::LauncherSocket socket = shared::make_launcher_socket();
   ProcessSpec spec{.program = context_.program,
                    .arguments = options.command,
-                   .environment = rank_environment(environment, rank, socket.rank.get()),
+                   .environment = rank_environment(environment, place, socket.rank.get()),
                    .stdin_fd = passes_stdin ? STDIN_FILENO : null.get(),
                    .stdout_fd = outputs.stdout_fd.get(),
                    .stderr_fd = outputs.stderr_fd.get(),
@@ -210,22 +216,20 @@ void Attempt::start_rank(int rank, RankLogs log, bool is_replacement, ProcessSta
                    .cpu = {},
                    .open_files = context_.open_files};
   if (options.bind == Bind::core) {
-    spec.cpu = context_.cores[static_cast<std::size_t>(rank) % context_.cores.size()];
+    spec.cpu = context_.cores[static_cast<std::size_t>(place) % context_.cores.size()];
   }
-  ranks_[static_cast<std::size_t>(rank)] = {.process = starter.start(spec),
-                                            .socket = std::move(socket.launcher)};
+  at(place) = {.process = starter.start(spec), .socket = std::move(socket.launcher)};
 } catch (const SystemError& error) {
   if (remedy_for(error.error_number()).empty()) throw;
   errno = error.error_number();
-  throw start_error(fmt::format("rank {} of {}", world_rank(static_cast<std::size_t>(rank)),
-                                placement_.world_size));
+  throw start_error(fmt::format("rank {} of {}", world_rank(place), placement_.world_size));
 }
 
 // --- events ---------------------------------------------------------------------------------
 
 void Attempt::wait_for_events() {
   Clock::time_point next = phase_deadline_;
-  for (const Rank& rank : ranks_) next = std::min(next, rank.deadline);
+  for (const Place& place : places_) next = std::min(next, place.deadline);
   if (elastic_ && phase_ == Phase::running) {
     next = std::min({next, elastic_->wakes_at(), wakes_again_});
   }
@@ -236,11 +240,11 @@ void Attempt::wait_for_events() {
   }
   poll_entries_.assign(1, {context_.signals.fd(), POLLIN, 0});
   if (nodes_ != nullptr) nodes_->append_to(poll_entries_);
-  for (const Rank& rank : ranks_) {
-    if (rank.signal_after != 0) poll_entries_.push_back({rank.joined.get(), POLLIN, 0});
+  for (const Place& place : places_) {
+    if (place.signal_after) poll_entries_.push_back({place.joined.get(), POLLIN, 0});
   }
   const std::size_t n_before_sockets = poll_entries_.size();
-  for (const Rank& rank : ranks_) poll_entries_.push_back({rank.socket.get(), POLLIN, 0});
+  for (const Place& place : places_) poll_entries_.push_back({place.socket.get(), POLLIN, 0});
   const std::size_t n_before_mux = poll_entries_.size();
   context_.mux.append_to(poll_entries_);
   if (poll(poll_entries_.data(), poll_entries_.size(), timeout_ms) < 0) {
@@ -252,8 +256,9 @@ void Attempt::wait_for_events() {
   if (nodes_ != nullptr) {
     if (const auto failure = nodes_->service()) end_with(*failure);
   }
-  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (poll_entries_[n_before_sockets + rank].revents != 0) serve(static_cast<int>(rank));
+  for (int place = 0; place < n_places(); ++place) {
+    if (poll_entries_[n_before_sockets + static_cast<std::size_t>(place)].revents != 0)
+      serve(place);
   }
   signal_rest();
   if (poll_entries_[0].revents != 0) handle_signals();
@@ -297,8 +302,8 @@ void Attempt::forward(int signal) {
   terminate_ranks(signal);
 }
 
-void Attempt::serve(int rank) {
-  Rank& asking = ranks_[static_cast<std::size_t>(rank)];
+void Attempt::serve(int place) {
+  Place& asking = at(place);
   base::UniqueFd& socket = asking.socket;
   const shared::LauncherRequest question = shared::receive_request(socket.get());
   switch (question.kind) {
@@ -306,22 +311,22 @@ void Attempt::serve(int rank) {
     case shared::LauncherRequest::Kind::closed: socket.reset(); return;
     case shared::LauncherRequest::Kind::next_world: break;
   }
-  asking.request = question.number;
   if (elastic_) {
     if (phase_ != Phase::running)
       return shared::refuse(socket.get(), question.number, 0, "it is ending");
     read_progress();
-    asking.requester = process_of(rank);
-    asking.last_generation = question.last_generation;
-    asking.waits = elastic_->asked(rank, question.limit, Clock::now());
-    if (!asking.waits) {
+    asking.request = Request{.number = question.number,
+                             .process = process_of(place),
+                             .last_generation = last_generation_of(question),
+                             .is_pending = elastic_->asked(place, question.limit, Clock::now())};
+    if (!asking.request->is_pending) {
       shared::refuse(socket.get(), question.number, 0,
                      "this rank left its world, and the others went on without it");
     }
     return;
   }
   try {
-    answer(rank);
+    answer(place, question.number);
   } catch (const SystemError& error) {
     shared::refuse(socket.get(), question.number, error.error_number(), error.text());
   } catch (const std::bad_alloc&) {
@@ -329,30 +334,33 @@ void Attempt::serve(int rank) {
   }
 }
 
-void Attempt::answer(int rank) {
-  Rank& asking = ranks_[static_cast<std::size_t>(rank)];
+void Attempt::answer(int place, std::uint64_t number) {
+  Place& asking = at(place);
   const World& last = newest();
-  const int next = generations_.next_of(rank, last.job->has_rank_left());
+  const int next = generations_.next_of(place, last.job->has_rank_left());
   if (!worlds_.contains(next)) {
     worlds_.emplace(next, World{.job = last.job->next(), .places = last.places});
   }
-  asking.requester = process_of(rank);
-  generations_.enter(rank, next);
-  shared::answer(asking.socket.get(), asking.request, worlds_.at(next).job->fd(),
-                 {.rank = rank, .size = context_.options.n_ranks});
+  asking.request = Request{.number = number,
+                           .process = process_of(place),
+                           .last_generation = std::nullopt,
+                           .is_pending = false};
+  generations_.enter(place, next);
+  shared::answer(asking.socket.get(), number, worlds_.at(next).job->fd(),
+                 {.rank = place, .size = context_.options.n_ranks});
   worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
 }
 
 void Attempt::check_exits(pid_t first) {
   // Several exits may share one SIGCHLD; it names the earliest, so check that one first.
-  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (ranks_[rank].process.leader() == first) look_at(static_cast<int>(rank));
+  for (int place = 0; place < n_places(); ++place) {
+    if (at(place).process.leader() == first) look_at(place);
   }
-  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) look_at(static_cast<int>(rank));
+  for (int place = 0; place < n_places(); ++place) look_at(place);
 }
 
-void Attempt::look_at(int rank) {
-  Rank& checked = ranks_[static_cast<std::size_t>(rank)];
+void Attempt::look_at(int place) {
+  Place& checked = at(place);
   if (checked.state != State::running) return;
   const std::optional<siginfo_t> ending = checked.process.ending();
   if (!ending) return;
@@ -360,25 +368,25 @@ void Attempt::look_at(int rank) {
   checked.end = Clock::now();
   checked.deadline = Clock::now() + context_.options.grace;
   const int wait_status = wait_status_of(*ending);
-  const bool was_rank = checked.first_generation >= 0;  // not a replacement that waits
+  const bool was_rank = checked.first_generation.has_value();  // not a replacement that waits
   for (const auto& [generation, world] : worlds_) {
-    const auto number = was_rank ? world.rank_of(rank) : std::nullopt;
+    const auto number = was_rank ? world.rank_of(place) : std::nullopt;
     if (number) world.job->rank_ended(*number, wait_status);
   }
   if (elastic_ && phase_ == Phase::running) {
     read_progress();
-    if (wait_status != 0) note_end(rank, wait_status);
-    elastic_->ended(rank, /*is_done=*/wait_status == 0, Clock::now());
+    if (wait_status != 0) note_end(place, wait_status);
+    elastic_->ended(place, /*is_done=*/wait_status == 0, Clock::now());
   } else if (wait_status != 0 && !failed_) {
-    report_failure(rank, wait_status);
+    report_failure(place, wait_status);
   }
 }
 
-void Attempt::report_failure(int rank, int wait_status) {
+void Attempt::report_failure(int place, int wait_status) {
   failed_ = true;
   outcome_.exit_code = exit_code_of(wait_status);
   const std::string how = how_ended(wait_status);
-  const auto n_running = std::count_if(ranks_.begin(), ranks_.end(), [](const Rank& other) {
+  const auto n_running = std::count_if(places_.begin(), places_.end(), [](const Place& other) {
     return other.state == State::running;
   });
   std::string ending;
@@ -387,8 +395,8 @@ void Attempt::report_failure(int rank, int wait_status) {
     phase_deadline_ = Clock::now() + kNotice;
     if (n_running > 0) ending = "; ending the others";
   }
-  const std::string what = fmt::format("{}{} {} after {:.2f} s", describe_leaver(rank),
-                                       name_of(rank), how, seconds(Clock::now() - start_));
+  const std::string what = fmt::format("{}{} {} after {:.2f} s", describe_leaver(place),
+                                       name_of(place), how, seconds(Clock::now() - start_));
   print_line(what + ending);
   if (nodes_ != nullptr) {
     nodes_->report_failed({.exit_code = outcome_.exit_code,
@@ -397,25 +405,24 @@ void Attempt::report_failure(int rank, int wait_status) {
   }
 }
 
-std::string Attempt::name_of(int rank) const {
-  const auto i = static_cast<std::size_t>(rank);
-  return fmt::format("rank {} (pid {})", world_rank(i), ranks_[i].process.leader());
+std::string Attempt::name_of(int place) const {
+  return fmt::format("rank {} (pid {})", world_rank(place), at(place).process.leader());
 }
 
 /// Describes the peer whose exit made this rank fail; empty if there is none.
-std::string Attempt::describe_leaver(int failed_rank) const {
-  const World& world = world_of(failed_rank);
-  const auto failed = world.rank_of(failed_rank);
+std::string Attempt::describe_leaver(int failed_place) const {
+  const World& world = world_of(failed_place);
+  const auto failed = world.rank_of(failed_place);
   const auto left = failed ? world.job->rank_that_left_before(*failed) : std::nullopt;
   if (!left) return {};
   const int leaver = world.places[static_cast<std::size_t>(*left)];
-  const Rank& rank = ranks_[static_cast<std::size_t>(leaver)];
+  const Place& place = at(leaver);
   const std::string how =
-      rank.state == State::running
+      place.state == State::running
           ? "left the world"
-          : fmt::format("exited with code 0 after {:.2f} s", seconds(rank.end - start_));
+          : fmt::format("exited with code 0 after {:.2f} s", seconds(place.end - start_));
   return fmt::format("{} {} while rank {} still waited for it; ", name_of(leaver), how,
-                     world_rank(static_cast<std::size_t>(failed_rank)));
+                     world_rank(failed_place));
 }
 
 void Attempt::end_with(const NodeFailure& failure) {
@@ -427,31 +434,29 @@ void Attempt::end_with(const NodeFailure& failure) {
   print_line(failure.text + "; ending the ranks of this node");
 }
 
-int Attempt::world_rank(std::size_t local_rank) const {
-  return placement_.first_rank + static_cast<int>(local_rank);
-}
+int Attempt::world_rank(int place) const { return placement_.first_rank + place; }
 
 // --- going on after a loss --------------------------------------------------------------------
 
-void Attempt::note_end(int rank, int wait_status) {
-  const Rank& ended = ranks_[static_cast<std::size_t>(rank)];
+void Attempt::note_end(int place, int wait_status) {
+  const Place& ended = at(place);
   if (ended.is_late) return;
-  const auto number = newest().rank_of(rank);
-  const bool was_rank = number && ended.first_generation >= 0;
+  const auto number = newest().rank_of(place);
+  const bool was_rank = number && ended.first_generation;
   const bool has_finished = was_rank && newest().job->has_finished(*number);
   const bool is_new =
       was_rank && ended.first_generation > 0 && ended.first_generation == generations_.newest();
   const std::string failure = is_new ? newest().job->failure_of(*number) : std::string();
-  print_line(fmt::format("{} {} after {:.2f} s{}", name_of(rank), how_ended(wait_status),
+  print_line(fmt::format("{} {} after {:.2f} s{}", name_of(place), how_ended(wait_status),
                          seconds(Clock::now() - start_),
                          has_finished       ? ", after it had done its part; the others go on"
                          : !failure.empty() ? ": " + failure
                          : was_rank         ? ""
-                         : ended.first_generation < 0 ? ", before it was a rank of a world"
-                                                      : ", after it had left the world"));
+                         : !ended.first_generation ? ", before it was a rank of a world"
+                                                   : ", after it had left the world"));
   if (has_finished && outcome_.exit_code == 0) outcome_.exit_code = exit_code_of(wait_status);
   if (!was_rank || has_finished) return;
-  note_loss(rank, newest().job->ending_of(*number), exit_code_of(wait_status));
+  note_loss(place, newest().job->ending_of(*number), exit_code_of(wait_status));
   if (!context_.options.env.record_dir) return;
   try {  // now: the segment is gone when the next generation has formed
     newest().job->write_record(*number, *context_.options.env.record_dir);
@@ -464,10 +469,10 @@ void Attempt::note_end(int rank, int wait_status) {
 
 void Attempt::advance() {
   regroup();
-  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) advance_rank(static_cast<int>(rank));
+  for (int place = 0; place < n_places(); ++place) advance_rank(place);
   if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
-      std::none_of(ranks_.begin(), ranks_.end(),
-                   [](const Rank& rank) { return rank.state == State::running; })) {
+      std::none_of(places_.begin(), places_.end(),
+                   [](const Place& place) { return place.state == State::running; })) {
     nodes_->report_done();
   }
   if (Clock::now() < phase_deadline_) return;
@@ -475,8 +480,8 @@ void Attempt::advance() {
     terminate_ranks(SIGTERM);
   } else {
     std::vector<int> late;
-    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-      if (ranks_[rank].state == State::running) late.push_back(world_rank(rank));
+    for (int place = 0; place < n_places(); ++place) {
+      if (at(place).state == State::running) late.push_back(world_rank(place));
     }
     if (!late.empty()) {
       print_line(fmt::format("{} did not end within {:g} s: killing (SIGKILL)", list_of(late),
@@ -486,33 +491,32 @@ void Attempt::advance() {
   }
 }
 
-void Attempt::advance_rank(int rank) {
-  Rank& checked = ranks_[static_cast<std::size_t>(rank)];
+void Attempt::advance_rank(int place) {
+  Place& checked = at(place);
   const bool late = Clock::now() >= checked.deadline;
   switch (checked.state) {
     case State::running: return;
     case State::ended:
-      if (late || phase_ == Phase::killing || !context_.mux.is_open(placement_.first_rank + rank))
+      if (late || phase_ == Phase::killing || !context_.mux.is_open(world_rank(place)))
         reap(checked);
       return;
     case State::reaped:
       if (!late) return;
       // A process that left the group may hold an output forever. The mux closes it when nothing is
       // left to read and its reader has taken everything: check again until then.
-      context_.mux.abandon(placement_.first_rank + rank);
-      checked.deadline = context_.mux.is_open(placement_.first_rank + rank)
-                             ? Clock::now() + kRecheckInterval
-                             : Clock::time_point::max();
+      context_.mux.abandon(world_rank(place));
+      checked.deadline = context_.mux.is_open(world_rank(place)) ? Clock::now() + kRecheckInterval
+                                                                 : Clock::time_point::max();
       return;
   }
 }
 
-void Attempt::reap(Rank& rank) {
-  rank.process.signal(SIGKILL);
-  context_.guard.remove_group(rank.process.leader());
-  rank.process.reap();
-  rank.state = State::reaped;
-  rank.deadline = Clock::now() + kLastOutput;
+void Attempt::reap(Place& place) {
+  place.process.signal(SIGKILL);
+  context_.guard.remove_group(place.process.leader());
+  place.process.reap();
+  place.state = State::reaped;
+  place.deadline = Clock::now() + kLastOutput;
 }
 
 void Attempt::terminate_ranks(int signal) {
@@ -523,55 +527,57 @@ void Attempt::terminate_ranks(int signal) {
 }
 
 void Attempt::kill_ranks() {
-  for (Rank& rank : ranks_) {
-    rank.signal_after = 0;
-    rank.process.signal(SIGKILL);
+  for (Place& place : places_) {
+    place.signal_after.reset();
+    place.process.signal(SIGKILL);
   }
   phase_ = Phase::killing;
   phase_deadline_ = Clock::time_point::max();
 }
 
 /// The process that has joined a world as this rank, or has asked for the next one, if it is alive.
-std::optional<pid_t> Attempt::process_of(int rank) const {
-  const auto number = world_of(rank).rank_of(rank);
-  const auto joined = number ? world_of(rank).job->process_of(*number) : std::nullopt;
-  return joined ? joined : ranks_[static_cast<std::size_t>(rank)].requester;
+std::optional<pid_t> Attempt::process_of(int place) const {
+  const auto number = world_of(place).rank_of(place);
+  const auto joined = number ? world_of(place).job->process_of(*number) : std::nullopt;
+  if (joined) return joined;
+  const std::optional<Request>& request = at(place).request;
+  return request ? request->process : std::nullopt;
 }
 
 /// Signals the process that has joined as this rank. Returns false if there is none.
-bool Attempt::signal_joined(int rank, int signal) {
-  Rank& to = ranks_[static_cast<std::size_t>(rank)];
-  const auto joined = process_of(rank);
+bool Attempt::signal_joined(int place, int signal) {
+  Place& to = at(place);
+  const auto joined = process_of(place);
   if (!joined) return false;
   if (!to.joined) to.joined = base::open_pidfd(*joined);
   // The rank may have written any pid into the segment: none outside its group gets the signal.
   return to.joined && to.process.signal_member(*joined, signal);
 }
 
-void Attempt::signal_rank(int rank, int signal) {
-  Rank& to = ranks_[static_cast<std::size_t>(rank)];
+void Attempt::signal_rank(int place, int signal) {
+  Place& to = at(place);
   if (to.state == State::reaped) return;
-  const bool is_alone = signal_joined(rank, signal);
+  const bool is_alone = signal_joined(place, signal);
   if (!is_alone) to.process.signal(signal);
   if (is_warning(signal)) return;
-  to.signal_after = is_alone ? signal : 0;
+  to.signal_after = is_alone ? std::optional(signal) : std::nullopt;
   to.process.signal(SIGCONT);  // a stopped process handles no other signal
 }
 
 void Attempt::signal_ranks(int signal) {
-  for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
-    signal_rank(static_cast<int>(rank), signal);
+  for (int place = 0; place < n_places(); ++place) {
+    signal_rank(place, signal);
   }
 }
 
 /// Signals the remaining processes of ranks whose joined process has ended.
 void Attempt::signal_rest() {
-  for (Rank& rank : ranks_) {
-    if (rank.signal_after == 0) continue;
-    pollfd entry{.fd = rank.joined.get(), .events = POLLIN, .revents = 0};
+  for (Place& place : places_) {
+    if (!place.signal_after) continue;
+    pollfd entry{.fd = place.joined.get(), .events = POLLIN, .revents = 0};
     if (poll(&entry, 1, /*timeout=*/0) != 1) continue;
-    rank.process.signal(rank.signal_after);
-    rank.signal_after = 0;
+    place.process.signal(*place.signal_after);
+    place.signal_after.reset();
   }
 }
 

@@ -56,8 +56,8 @@ struct Outcome {
 /// signal.
 ///
 /// With --elastic a failure does not end the others: ElasticMembership says who are the ranks of
-/// the next generation of the world, and each generation has a segment of its own. `rank` in the
-/// names of this class is the place of a process there, which is its rank in the first generation.
+/// the next generation of the world, and each generation has a segment of its own. A place, see
+/// ElasticMembership, is its process's rank in the first generation.
 class Attempt {
  public:
   /// `nodes`: the launchers on other machines; null if there are none.
@@ -81,17 +81,21 @@ class Attempt {
   // from being reused. Processes it left in the group may finish writing.
   // ended -> reaped: the group is killed.
   enum class State : std::uint8_t { running, ended, reaped };
-  struct Rank {
+  /// A process's last request for its next world.
+  struct Request {
+    std::uint64_t number;
+    std::optional<pid_t> process;                 ///< that has left a world and asked
+    std::optional<std::int64_t> last_generation;  ///< in which it was a rank
+    bool is_pending;                              ///< it waits for the next generation
+  };
+  struct Place {
     ChildGroup process{};
-    base::UniqueFd socket{};           ///< the launcher's end: see launcher_socket.hpp
-    std::optional<pid_t> requester{};  ///< the process that has left a world and asked for the next
-    std::uint64_t request = 0;         ///< the number of that request
-    std::int64_t last_generation = -1;  ///< of that process, when it asked
-    int first_generation = 0;           ///< in which this process was a rank; -1: it waits for one
-    bool is_late = false;               ///< it is killed, and counts as lost already
-    bool waits = false;                 ///< it has asked for the next generation
+    base::UniqueFd socket{};  ///< the launcher's end: see launcher_socket.hpp
+    std::optional<Request> request{};
+    std::optional<int> first_generation = 0;  ///< in which this process is a rank; none: it waits
+    bool is_late = false;                     ///< it is killed, and counts as lost already
     base::UniqueFd joined{};  ///< pidfd of the process that joined, if it alone got a signal
-    int signal_after = 0;     ///< what the rest of the group gets when that process has ended
+    std::optional<int> signal_after{};  ///< that the rest of the group gets when `joined` has ended
     State state = State::running;
     Clock::time_point end{};                                // of its process
     Clock::time_point deadline = Clock::time_point::max();  // of the state
@@ -105,37 +109,41 @@ class Attempt {
   };
 
   void start_ranks();
-  void start_rank(int rank, RankLogs log, bool is_replacement, ProcessStarter& starter);
+  void start_rank(int place, RankLogs log, bool is_replacement, ProcessStarter& starter);
   void wait_for_events();
   void handle_signals();
   void forward(int signal);
-  void serve(int rank);
-  void answer(int rank);
+  void serve(int place);
+  void answer(int place, std::uint64_t number);
   void check_exits(pid_t first);
-  void look_at(int rank);
-  void report_failure(int rank, int wait_status);
-  void note_end(int rank, int wait_status);
+  void look_at(int place);
+  void report_failure(int place, int wait_status);
+  void note_end(int place, int wait_status);
   void read_progress();
-  void note_loss(int rank, std::string_view why, int exit_code);
+  void note_loss(int place, std::string_view why, int exit_code);
   void regroup();
-  bool replace(int rank);
+  bool replace(int place);
   void refuse_all(std::string_view why);
   void form(const std::vector<int>& places);
   void give_up(const std::string& why);
   World& newest() { return worlds_.at(generations_.newest()); }
-  const World& world_of(int rank) const { return worlds_.at(generations_.of(rank)); }
-  std::string name_of(int rank) const;
-  std::string describe_leaver(int failed_rank) const;
+  const World& world_of(int place) const { return worlds_.at(generations_.of(place)); }
+  std::string name_of(int place) const;
+  std::string describe_leaver(int failed_place) const;
   void end_with(const NodeFailure& failure);
-  int world_rank(std::size_t local_rank) const;
+  /// The place's number in errors and logs: its rank in the first generation.
+  int world_rank(int place) const;
+  Place& at(int place) { return places_[static_cast<std::size_t>(place)]; }
+  const Place& at(int place) const { return places_[static_cast<std::size_t>(place)]; }
+  int n_places() const { return static_cast<int>(places_.size()); }
   void advance();
-  void advance_rank(int rank);
-  void reap(Rank& rank);
+  void advance_rank(int place);
+  void reap(Place& place);
   void terminate_ranks(int signal);
   void kill_ranks();
-  std::optional<pid_t> process_of(int rank) const;
-  bool signal_joined(int rank, int signal);
-  void signal_rank(int rank, int signal);
+  std::optional<pid_t> process_of(int place) const;
+  bool signal_joined(int place, int signal);
+  void signal_rank(int place, int signal);
   void signal_ranks(int signal);
   void signal_rest();
   void write_records();
@@ -151,11 +159,11 @@ class Attempt {
   std::map<int, World> worlds_;  // by generation
   std::optional<ElasticMembership> elastic_;
   std::vector<shared::Lost> losses_;  // of ranks of elastic worlds
-  int first_loss_ = 0;                // the exit code of the generation's first; 0: none
+  std::optional<int> first_loss_;     // the exit code of the generation's first
   Clock::time_point wakes_again_ = Clock::time_point::max();
   milliseconds wake_delay_{};
   const Clock::time_point start_ = Clock::now();
-  std::vector<Rank> ranks_;
+  std::vector<Place> places_;
   Phase phase_ = Phase::running;
   Clock::time_point phase_deadline_ = Clock::time_point::max();
   int n_interrupts_ = 0;

@@ -26,9 +26,9 @@ void Attempt::read_progress() {
   }
 }
 
-void Attempt::note_loss(int rank, std::string_view why, int exit_code) {
-  if (first_loss_ == 0) first_loss_ = exit_code;
-  shared::Lost lost{.rank = newest().rank_of(rank).value_or(-1),
+void Attempt::note_loss(int place, std::string_view why, int exit_code) {
+  if (!first_loss_) first_loss_ = exit_code;
+  shared::Lost lost{.rank = newest().rank_of(place).value_or(-1),
                     .generation = newest().job->generation(),
                     .why = {}};
   base::copy_truncated(lost.why, why);
@@ -40,27 +40,27 @@ void Attempt::regroup() {
   if (!elastic_ || phase_ != Phase::running) return;
   read_progress();
   const ElasticMembership::Actions actions = elastic_->advance(Clock::now());
-  for (const int rank : actions.abandoned) {
+  for (const int place : actions.abandoned) {
     print_line(fmt::format(
         "rank {} is not replaced any more: {} processes in a row ended before they had completed a "
         "step",
-        world_rank(static_cast<std::size_t>(rank)), ElasticMembership::kFailedStarts));
+        world_rank(place), ElasticMembership::kFailedStarts));
   }
-  for (const int rank : actions.late) {
+  for (const int place : actions.late) {
     print_line(
-        fmt::format("{} has not called regroup(), and a replacement waits for it", name_of(rank)));
+        fmt::format("{} has not called regroup(), and a replacement waits for it", name_of(place)));
   }
-  for (const auto& [rank, why] : actions.kill) {
-    Rank& late = ranks_[static_cast<std::size_t>(rank)];
-    const auto number = newest().rank_of(rank);
-    if (late.first_generation >= 0 && number && newest().job->has_left(*number)) {
-      elastic_->ended(rank, /*is_done=*/true,
+  for (const auto& [place, why] : actions.kill) {
+    Place& late = at(place);
+    const auto number = newest().rank_of(place);
+    if (late.first_generation && number && newest().job->has_left(*number)) {
+      elastic_->ended(place, /*is_done=*/true,
                       Clock::now());  // destroy_dist: it does something else
       continue;
     }
     late.is_late = true;
-    if (!why.empty()) print_line(fmt::format("{} {}: killing it (SIGKILL)", name_of(rank), why));
-    if (late.first_generation >= 0) note_loss(rank, why, 128 + SIGKILL);
+    if (!why.empty()) print_line(fmt::format("{} {}: killing it (SIGKILL)", name_of(place), why));
+    if (late.first_generation) note_loss(place, why, 128 + SIGKILL);
     late.process.signal(SIGKILL);
   }
   if (actions.ends_generation) {
@@ -81,7 +81,7 @@ void Attempt::regroup() {
     wakes_again_ = wake_delay_ > kLastWake ? Clock::time_point::max() : Clock::now() + wake_delay_;
   }
   bool have_started = true;
-  for (const int rank : actions.start) have_started = replace(rank) && have_started;
+  for (const int place : actions.start) have_started = replace(place) && have_started;
   if (!actions.form.empty()) {
     try {
       form(actions.form);
@@ -95,27 +95,26 @@ void Attempt::regroup() {
 }
 
 /// Returns whether the place has a process now.
-bool Attempt::replace(int rank) {
-  Rank& former = ranks_[static_cast<std::size_t>(rank)];
+bool Attempt::replace(int place) {
+  Place& former = at(place);
   if (former.state != State::reaped) reap(former);
   const Options& options = context_.options;
   bool has_started = false;
   try {
     RankLogs log;
     if (options.log_dir) {
-      log = append_to_rank_logs(*options.log_dir, placement_.first_rank + rank, n_restarts_);
+      log = append_to_rank_logs(*options.log_dir, world_rank(place), n_restarts_);
     }
     ProcessStarter starter(context_.guard, context_.signals);
-    start_rank(rank, std::move(log), /*is_replacement=*/true, starter);
-    former.first_generation = -1;
+    start_rank(place, std::move(log), /*is_replacement=*/true, starter);
+    former.first_generation = std::nullopt;
     has_started = true;
     starter.wait();
-    print_line(fmt::format("started {} again", name_of(rank)));
+    print_line(fmt::format("started {} again", name_of(place)));
   } catch (const Error& error) {
-    print_line(fmt::format("rank {} is not started again: {}",
-                           world_rank(static_cast<std::size_t>(rank)), error.text()));
+    print_line(fmt::format("rank {} is not started again: {}", world_rank(place), error.text()));
     // A process that was started and cannot run the program ends by itself.
-    if (!has_started) elastic_->ended(rank, /*is_done=*/false, Clock::now());
+    if (!has_started) elastic_->ended(place, /*is_done=*/false, Clock::now());
   }
   return has_started;
 }
@@ -128,27 +127,29 @@ void Attempt::form(const std::vector<int>& places) {
   for (int place = 0; place < context_.options.n_ranks; ++place) {
     generations_.enter(place, generation);
   }
-  for (std::size_t r = 0; r < places.size(); ++r) {
-    Rank& rank = ranks_[static_cast<std::size_t>(places[r])];
-    if (rank.first_generation < 0) rank.first_generation = generation;
+  for (const int place : places) {
+    std::optional<int>& first = at(place).first_generation;
+    if (!first) first = generation;
   }
   for (std::size_t r = 0; r < places.size(); ++r) {
-    const Rank& rank = ranks_[static_cast<std::size_t>(places[r])];
+    const Place& place = at(places[r]);
+    Request& request = *at(places[r]).request;
     shared::NextWorld answer{.segment = {},
                              .rank = static_cast<int>(r),
                              .size = static_cast<int>(places.size()),
                              .generation = last + 1};
     for (const shared::Lost& lost : losses_) {
-      if (rank.last_generation >= 0 && lost.generation >= rank.last_generation) {
+      if (request.last_generation && lost.generation >= *request.last_generation) {
         answer.lost.push_back(lost);
       }
     }
     for (std::size_t other = 0; other < places.size(); ++other) {
-      const int first = ranks_[static_cast<std::size_t>(places[other])].first_generation;
-      if (first > rank.last_generation) answer.joined.push_back(static_cast<int>(other));
+      const bool is_new =
+          !request.last_generation || at(places[other]).first_generation > request.last_generation;
+      if (is_new) answer.joined.push_back(static_cast<int>(other));
     }
-    shared::answer(rank.socket.get(), rank.request, next.job->fd(), answer);
-    ranks_[static_cast<std::size_t>(places[r])].waits = false;
+    shared::answer(place.socket.get(), request.number, next.job->fd(), answer);
+    request.is_pending = false;
   }
   const auto n_ranks = static_cast<std::int64_t>(places.size());
   print_line(fmt::format("generation {}: {} rank{}", last + 1, n_ranks, base::plural(n_ranks)));
@@ -157,17 +158,16 @@ void Attempt::form(const std::vector<int>& places) {
   // Ranks that fail to join this one ask again from their last generation.
   std::int64_t oldest = generation;
   for (const int place : places) {
-    const std::int64_t asked_from = ranks_[static_cast<std::size_t>(place)].last_generation;
-    if (asked_from >= 0) oldest = std::min(oldest, asked_from);
+    oldest = std::min(oldest, at(place).request->last_generation.value_or(oldest));
   }
   std::erase_if(losses_, [&](const shared::Lost& lost) { return lost.generation < oldest; });
-  first_loss_ = 0;
+  first_loss_.reset();
   wakes_again_ = Clock::time_point::max();
 }
 
 void Attempt::give_up(const std::string& why) {
   failed_ = true;
-  outcome_.exit_code = first_loss_ != 0 ? first_loss_ : 1;
+  outcome_.exit_code = first_loss_.value_or(1);
   phase_ = Phase::notified;
   phase_deadline_ = Clock::now() + kNotice;
   print_line(why + "; ending the job");
@@ -176,9 +176,10 @@ void Attempt::give_up(const std::string& why) {
 
 /// Answers the ranks that wait for the next generation: there is none.
 void Attempt::refuse_all(std::string_view why) {
-  for (Rank& rank : ranks_) {
-    if (rank.waits) shared::refuse(rank.socket.get(), rank.request, /*error_number=*/0, why);
-    rank.waits = false;
+  for (Place& place : places_) {
+    if (!place.request || !place.request->is_pending) continue;
+    shared::refuse(place.socket.get(), place.request->number, /*error_number=*/0, why);
+    place.request->is_pending = false;
   }
 }
 
