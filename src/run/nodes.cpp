@@ -193,6 +193,44 @@ class Link {
   NodeMessageReader reader_;
 };
 
+namespace {
+
+/// Returns the errno value with which a pending connection could not be accepted; 0: none.
+int accept_pending(int listener, std::vector<std::unique_ptr<Link>>& links) {
+  for (std::size_t i = 0; i < kMaxUnidentified; ++i) {
+    base::UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!fd) {
+      const bool is_short =
+          errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      return is_short ? errno : 0;
+    }
+    links.push_back(std::make_unique<Link>(std::move(fd)));
+  }
+  return 0;
+}
+
+/// Returns the errno value of the failure; 0: the socket is connected.
+int connect(int fd, const addrinfo& address, Clock::time_point deadline, const Signals& signals) {
+  if (::connect(fd, address.ai_addr, address.ai_addrlen) == 0) return 0;
+  if (errno != EINPROGRESS) return errno;
+  // The last attempt also gets the time to find out why it failed.
+  const auto now = Clock::now();
+  const auto until = std::max(std::min(deadline, now + kConnectTime), now + kRetryEvery);
+  const pollfd written{.fd = fd, .events = POLLOUT, .revents = 0};
+  while (Clock::now() < until) {
+    poll_or_interrupt({written}, until, signals);
+    pollfd entry = written;
+    if (::poll(&entry, 1, 0) != 1) continue;
+    int error_number = 0;
+    socklen_t n_bytes = sizeof error_number;
+    ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error_number, &n_bytes);
+    return error_number;
+  }
+  return ETIMEDOUT;
+}
+
+}  // namespace
+
 RankLayout single_node_layout(int n_ranks, const std::string& run_id) {
   RankLayout placement;
   placement.run_id = run_id;
@@ -214,7 +252,9 @@ Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std
   if (options_.node_rank == 0) {
     accept_nodes(signals, n_ranks, n_restarts);
   } else {
-    connect_to_node_0(signals, n_ranks, n_restarts);
+    connect_to_node_0(signals);
+    placement_ =
+        parse_layout(greet_node_0(signals, n_ranks, n_restarts), options_, address_, n_ranks);
   }
 }
 
@@ -247,71 +287,71 @@ void Nodes::accept_nodes(const Signals& signals, int n_ranks, int n_restarts) {
   }
   std::vector<int> ranks_of(static_cast<std::size_t>(options_.n_nodes), 0);
   ranks_of[0] = n_ranks;
-  const auto look_at = [&](Link& link, const NodeMessage& hello) {
-    const HelloReply reply = validate_hello(hello, options_, address_, n_restarts, ranks_of);
-    switch (reply.action) {
-      case HelloReply::Action::ignore: link.close(); return;
-      case HelloReply::Action::reject: reject(link, reply.text); return;
-      case HelloReply::Action::reject_all: reject_all(reply.text);
-      case HelloReply::Action::join: break;
-    }
-    link.node_rank = hello.node_rank;
-    link.n_ranks = hello.n_ranks;
-    ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
-    // The report of missing nodes must arrive before any node's timeout.
-    deadline_ = std::min(deadline_, Clock::now() + reply.timeout);
-  };
-
   while (std::find(ranks_of.begin(), ranks_of.end(), 0) != ranks_of.end()) {
     std::vector<pollfd> entries{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
     append_to(entries);
     poll_or_interrupt(entries, deadline_, signals);
-    int shortage = 0;  // why a pending connection could not be accepted
-    for (std::size_t i = 0; i < kMaxUnidentified; ++i) {
-      base::UniqueFd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      if (!fd) {
-        const bool is_short =
-            errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-        if (is_short) shortage = errno;
-        break;
-      }
-      links_.push_back(std::make_unique<Link>(std::move(fd)));
-    }
+    const int shortage = accept_pending(listener.get(), links_);
     for (const auto& link : links_) {
-      if (const auto hello = link->receive()) look_at(*link, *hello);
+      if (const auto hello = link->receive()) join(*link, *hello, n_restarts, ranks_of);
       if (link->is_open() || link->node_rank < 0) continue;
       ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may connect again
     }
-    auto n_unidentified = static_cast<std::size_t>(std::ranges::count_if(
-        links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
-    if (shortage != 0 && n_unidentified == 0) {
-      errno = shortage;
-      throw system_error(
-          fmt::format("node 0 cannot accept another node at {}: raise the limit of open files "
-                      "(ulimit -n)",
-                      address_));
-    }
-    const std::size_t most = shortage == 0 ? kMaxUnidentified : n_unidentified - 1;
-    std::erase_if(links_, [&](const auto& link) {
-      if (link->is_open() && (link->node_rank >= 0 || n_unidentified <= most)) return false;
-      if (link->is_open()) --n_unidentified;
-      return true;
-    });
-    if (Clock::now() <= deadline_) continue;
-    std::vector<int> missing;
-    for (int node = 0; node < options_.n_nodes; ++node) {
-      if (ranks_of[static_cast<std::size_t>(node)] == 0) missing.push_back(node);
-    }
-    const std::string text = fmt::format(
-        "node{} {} of {} did not connect to {} within {}; start `lockstep run` there with the same "
-        "--nnodes and --rdzv{}",
-        missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), options_.n_nodes, address_,
-        limit(), rejected_.empty() ? "" : "; rejected: " + rejected_);
-    for (const auto& link : links_) link->send(NodeMessage(Kind::rejected, text));
-    throw TimeoutError(launcher_context(), text);
+    drop_links(shortage);
+    if (Clock::now() > deadline_) fail_missing(ranks_of);
   }
-
   std::erase_if(links_, [](const auto& link) { return link->node_rank < 0; });
+  send_layout(ranks_of);
+}
+
+void Nodes::join(Link& link, const NodeMessage& hello, int n_restarts, std::vector<int>& ranks_of) {
+  const HelloReply reply = validate_hello(hello, options_, address_, n_restarts, ranks_of);
+  switch (reply.action) {
+    case HelloReply::Action::ignore: link.close(); return;
+    case HelloReply::Action::reject: reject(link, reply.text); return;
+    case HelloReply::Action::reject_all: reject_all(reply.text);
+    case HelloReply::Action::join: break;
+  }
+  link.node_rank = hello.node_rank;
+  link.n_ranks = hello.n_ranks;
+  ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
+  // The report of missing nodes must arrive before any node's timeout.
+  deadline_ = std::min(deadline_, Clock::now() + reply.timeout);
+}
+
+void Nodes::drop_links(int shortage) {
+  auto n_unidentified = static_cast<std::size_t>(std::ranges::count_if(
+      links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
+  if (shortage != 0 && n_unidentified == 0) {
+    errno = shortage;
+    throw system_error(
+        fmt::format("node 0 cannot accept another node at {}: raise the limit of open files "
+                    "(ulimit -n)",
+                    address_));
+  }
+  const std::size_t most = shortage == 0 ? kMaxUnidentified : n_unidentified - 1;
+  std::erase_if(links_, [&](const auto& link) {
+    if (link->is_open() && (link->node_rank >= 0 || n_unidentified <= most)) return false;
+    if (link->is_open()) --n_unidentified;
+    return true;
+  });
+}
+
+void Nodes::fail_missing(const std::vector<int>& ranks_of) {
+  std::vector<int> missing;
+  for (int node = 0; node < options_.n_nodes; ++node) {
+    if (ranks_of[static_cast<std::size_t>(node)] == 0) missing.push_back(node);
+  }
+  const std::string text = fmt::format(
+      "node{} {} of {} did not connect to {} within {}; start `lockstep run` there with the same "
+      "--nnodes and --rdzv{}",
+      missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), options_.n_nodes, address_, limit(),
+      rejected_.empty() ? "" : "; rejected: " + rejected_);
+  for (const auto& link : links_) link->send(NodeMessage(Kind::rejected, text));
+  throw TimeoutError(launcher_context(), text);
+}
+
+void Nodes::send_layout(const std::vector<int>& ranks_of) {
   choose_master_port(placement_);
   NodeMessage placed(Kind::placed, placement_.run_id);
   placed.set_secret(options_.secret);
@@ -327,30 +367,12 @@ void Nodes::accept_nodes(const Signals& signals, int n_ranks, int n_restarts) {
   }
 }
 
-void Nodes::connect_to_node_0(const Signals& signals, int n_ranks, int n_restarts) {
+void Nodes::connect_to_node_0(const Signals& signals) {
   const Addresses addresses = resolve(options_.host.c_str(), options_);
   base::UniqueFd fd;
-  int error_number = 0;
   for (const addrinfo* address = addresses.get(); !fd;) {
     fd = open_socket(*address);
-    error_number = 0;
-    if (::connect(fd.get(), address->ai_addr, address->ai_addrlen) != 0) {
-      error_number = errno;
-      if (error_number == EINPROGRESS) {
-        // The last attempt also gets the time to find out why it failed.
-        const auto now = Clock::now();
-        const auto until = std::max(std::min(deadline_, now + kConnectTime), now + kRetryEvery);
-        pollfd entry{.fd = fd.get(), .events = POLLOUT, .revents = 0};
-        error_number = ETIMEDOUT;
-        while (Clock::now() < until) {
-          poll_or_interrupt({entry}, until, signals);
-          if (::poll(&entry, 1, 0) != 1) continue;
-          socklen_t n_bytes = sizeof error_number;
-          ::getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error_number, &n_bytes);
-          break;
-        }
-      }
-    }
+    const int error_number = connect(fd.get(), *address, deadline_, signals);
     if (error_number == 0) break;
     fd.reset();
     if (Clock::now() > deadline_) {
@@ -364,9 +386,12 @@ void Nodes::connect_to_node_0(const Signals& signals, int n_ranks, int n_restart
     address = address->ai_next != nullptr ? address->ai_next : addresses.get();
   }
   links_.push_back(std::make_unique<Link>(std::move(fd)));
-  Link& link = *links_.front();
-  link.node_rank = 0;
+  links_.front()->node_rank = 0;
+}
 
+/// Returns node 0's reply.
+NodeMessage Nodes::greet_node_0(const Signals& signals, int n_ranks, int n_restarts) {
+  Link& link = *links_.front();
   NodeMessage hello;
   hello.node_rank = options_.node_rank;
   hello.n_nodes = options_.n_nodes;
@@ -393,7 +418,7 @@ void Nodes::connect_to_node_0(const Signals& signals, int n_ranks, int n_restart
     poll_or_interrupt({{.fd = link.fd(), .events = POLLIN, .revents = 0}},
                       deadline_ + base::patience::kLeadersReport, signals);
   }
-  placement_ = parse_layout(*reply, options_, address_, n_ranks);
+  return *reply;
 }
 
 // --- running --------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ struct Interrupted {
 };
 
 class Link;
+struct NodeMessage;
 
 /// This launcher's connection to the other nodes, for one start of the ranks: node 0 listens, the
 /// others connect. It carries the number of ranks per node and how each node ended: control
@@ -77,8 +78,17 @@ class Nodes {
  private:
   using Clock = std::chrono::steady_clock;
 
+  // node 0. ranks_of: how many ranks each node has; 0: it has not connected
   void accept_nodes(const Signals& signals, int n_ranks, int n_restarts);
-  void connect_to_node_0(const Signals& signals, int n_ranks, int n_restarts);
+  void join(Link& link, const NodeMessage& hello, int n_restarts, std::vector<int>& ranks_of);
+  /// Drops closed links, and the oldest unidentified ones above their limit. shortage: the errno
+  /// value with which a connection could not be accepted; 0: none.
+  void drop_links(int shortage);
+  [[noreturn]] void fail_missing(const std::vector<int>& ranks_of);
+  void send_layout(const std::vector<int>& ranks_of);
+  // the other nodes
+  void connect_to_node_0(const Signals& signals);
+  NodeMessage greet_node_0(const Signals& signals, int n_ranks, int n_restarts);
   void reject(Link& link, const std::string& text);
   [[noreturn]] void reject_all(const std::string& text);
   void finish_if_all_done();
