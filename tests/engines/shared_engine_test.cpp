@@ -268,8 +268,8 @@ TEST(SharedEngineTest, a_buffer_whose_handle_is_destroyed_during_a_call) {
   const SharedCount in_call;
   const SharedCount destroyed;
   const auto statuses = run_processes(2, [&] {
-    constexpr std::size_t kCount = 100'000;
-    SharedBuffer buffer = default_group().allocate(kCount * sizeof(float));
+    constexpr std::size_t kElements = 100'000;
+    SharedBuffer buffer = default_group().allocate(kElements * sizeof(float));
     const auto data = buffer.as<float>();
     std::fill(data.begin(), data.end(), 1.0F);
     if (get_rank() == 0) {
