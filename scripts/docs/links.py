@@ -85,8 +85,8 @@ def broken(root: Path, path: str) -> Iterator[str]:
             yield f"{path}: {target}: {other} has no heading #{anchor}"
 
 
-def main() -> int:
-    root = Path(__file__).resolve().parents[2]
+def pages(root: Path) -> list[str]:
+    """Those that the command line names, else all Markdown files of the repository."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=root,
@@ -94,7 +94,12 @@ def main() -> int:
         text=True,
         check=True,
     )
-    errors = [error for path in sys.argv[1:] or listed.stdout.split() for error in broken(root, path)]
+    return sys.argv[1:] or listed.stdout.split()
+
+
+def main() -> int:
+    root = Path(__file__).resolve().parents[2]
+    errors = [error for path in pages(root) for error in broken(root, path)]
     print("\n".join(errors), end="\n" if errors else "")
     return bool(errors)
 

@@ -5,10 +5,11 @@ characters, no phrase of scripts/docs/words.txt occurs, and docs/design/README.m
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from links import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 130
@@ -61,15 +62,8 @@ def complaints(path: str, words: list[tuple[re.Pattern[str], str]]) -> Iterator[
 
 
 def main() -> int:
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
     words = phrases()
-    errors = [error for path in sys.argv[1:] or listed.stdout.split() for error in complaints(path, words)]
+    errors = [error for path in pages(ROOT) for error in complaints(path, words)]
     notes = (ROOT / "docs/design/README.md").read_text()
     for note in sorted((ROOT / "docs/design").glob("[0-9]*.md")):
         if f"]({note.name})" not in notes:

@@ -99,13 +99,20 @@ void expect_equal_training(const SplitCase& c) {
                                 c.type == at::kDouble ? 1e-12 : 1e-5);
 }
 
-TEST(DataParallelTest, trains_as_the_plain_module_on_the_whole_batch) {
+void expect_equal_trainings(at::ScalarType type) {
   for (const std::size_t n_devices : {1, 2, 3, 4, 8}) {
     for (const std::int64_t n_samples : {1, 2, 7, 16, 33}) {
-      expect_equal_training({n_devices, n_samples, at::kDouble});
+      expect_equal_training({n_devices, n_samples, type});
     }
   }
+}
+
+TEST(DataParallelTest, trains_as_the_plain_module_on_the_whole_batch) {
+  expect_equal_trainings(at::kDouble);
   for (const std::int64_t n_samples : {2, 33}) expect_equal_training({3, n_samples, at::kFloat});
+}
+TEST(DataParallelTest, trains_in_f32_as_the_plain_module_on_the_whole_batch) {  // in nightly
+  expect_equal_trainings(at::kFloat);
 }
 
 /// The cases of the published tests of vacancy/Synchronized-BatchNorm-PyTorch: train and eval,

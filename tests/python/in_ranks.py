@@ -40,7 +40,7 @@ def run_tasks(tasks):
         except EOFError:
             return
         os.chdir(folder)
-        os.environ["MASTER_PORT"] = port  # one that the store of the world before may still have is no place for the next
+        os.environ["MASTER_PORT"] = port  # the store of the world before may still have its own
         with open("output", "ab", buffering=0) as file:
             os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
         run("body")
