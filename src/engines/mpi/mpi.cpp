@@ -1,6 +1,5 @@
 #include "engines/mpi/mpi.hpp"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <time.h>
 
@@ -8,7 +7,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <lockstep/error.hpp>
@@ -27,6 +25,7 @@
 #include "base/truncated_text.hpp"
 #include "base/wait_policy.hpp"
 #include "engines/message/message_engine.hpp"
+#include "engines/modules.hpp"
 #include "engines/mpi/abi.hpp"
 #include "group/failure.hpp"
 #include "group/leave_on_exception.hpp"
@@ -279,54 +278,10 @@ std::optional<message::ControlMessage> Transport::poll_control() {
   return message;
 }
 
-/// The folders in which the loader looks for this program's libraries, including its run path.
-std::vector<fs::path> library_folders() {
-  void* const program = ::dlopen(nullptr, RTLD_LAZY);
-  Dl_serinfo size{};
-  if (program == nullptr || ::dlinfo(program, RTLD_DI_SERINFOSIZE, &size) != 0) return {};
-  const std::unique_ptr<void, decltype(&std::free)> room(std::malloc(size.dls_size), std::free);
-  auto* const info = static_cast<Dl_serinfo*>(room.get());
-  if (info == nullptr) return {};
-  *info = size;
-  if (::dlinfo(program, RTLD_DI_SERINFO, info) != 0) return {};
-  std::vector<fs::path> folders;
-  for (unsigned i = 0; i < info->dls_cnt; ++i) folders.emplace_back(info->dls_serpath[i].dls_name);
-  return folders;
-}
-
-constexpr char kOwnAddress = 0;  // in the program or the shared library that contains this code
-
-/// Searches for the module beside an installed program, in the run path (find_package(lockstep)
-/// sets one for programs that link the library), beside the shared library that contains this code
-/// (a Python extension) and in its folder `lockstep` (liblockstep.so), then in the configured
-/// install prefix, which a wheel has not.
-std::string file_of(const std::string& mpi) {
-  const std::string name = "liblockstep-mpi-" + mpi + ".so";
-  std::error_code ignored;
-  const fs::path program = fs::read_symlink("/proc/self/exe", ignored);
-  const fs::path beside = program.parent_path() / "../lib/lockstep" / name;
-  if (!program.empty() && fs::exists(beside, ignored)) return beside.string();
-  for (const fs::path& folder : library_folders()) {
-    if (fs::exists(folder / name, ignored)) return (folder / name).string();
-  }
-  if (Dl_info own{}; ::dladdr(&kOwnAddress, &own) != 0) {
-    const fs::path folder = fs::path(own.dli_fname).parent_path();
-    for (const fs::path& module : {folder / name, folder / "lockstep" / name}) {
-      if (fs::exists(module, ignored)) return module.string();
-    }
-  }
-  const fs::path prefix = LOCKSTEP_MODULE_DIR;
-  if (prefix.empty()) return {};
-  const fs::path installed = prefix / name;
-  return fs::exists(installed, ignored) ? installed.string() : std::string();
-}
-
 const LockstepMpi& load(const std::string& path, const ErrorContext& context) {
-  // Open MPI's plugins resolve the library's symbols in the program's global scope.
-  void* const library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
-  if (library == nullptr) throw EngineError(context, fmt::format("cannot load {}", ::dlerror()));
   using Entry = const LockstepMpi* (*)();
-  const auto entry = reinterpret_cast<Entry>(::dlsym(library, kLockstepMpiSymbol));
+  const auto entry =
+      reinterpret_cast<Entry>(engines::load_module(path, kLockstepMpiSymbol, context));
   if (entry == nullptr || entry()->version != kLockstepMpiVersion) {
     throw EngineError(context,
                       fmt::format("{} is not an MPI module of this version of lockstep", path));
@@ -349,7 +304,7 @@ Module find_module(const std::string& mpi) {
                         "the path of a liblockstep-mpi-*.so",
                         mpi)};
   }
-  const std::string path = file_of(mpi);
+  const std::string path = engines::module_file("mpi", mpi);
   if (!path.empty()) return {path, {}};
   return {{},
           fmt::format("needs its module liblockstep-mpi-{}.so, which is built where that MPI's "
