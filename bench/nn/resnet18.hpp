@@ -5,7 +5,8 @@
 #include <functional>
 #include <utility>
 
-/// ResNet-18 (He et al., 2015), as in torchvision: 11.7 million parameters with 1,000 classes.
+/// ResNet-18 (He et al., 2015), as in torchvision: 11.7 million parameters with 1,000 classes, of
+/// 64 channels in its first layers.
 namespace lockstep::bench {
 
 using torch::Tensor;
@@ -43,12 +44,13 @@ struct BlockImpl : Cloneable<BlockImpl> {
 };
 TORCH_MODULE(Block);
 
-inline Sequential resnet18(std::int64_t n_classes, const Between& add = nullptr) {
-  Sequential net = conv_bn(3, 64, 7, 2, add);
+inline Sequential resnet18(std::int64_t n_classes, const Between& add = nullptr,
+                           std::int64_t width = 64) {
+  Sequential net = conv_bn(3, width, 7, 2, add);
   net->push_back(ReLU());
   net->push_back(MaxPool2d(MaxPool2dOptions(3).stride(2).padding(1)));
-  std::int64_t in = 64;
-  for (const std::int64_t out : {64, 128, 256, 512}) {
+  std::int64_t in = width;
+  for (const std::int64_t out : {width, 2 * width, 4 * width, 8 * width}) {
     net->push_back(Block(in, out, /*first_stride=*/out == in ? 1 : 2, add));
     net->push_back(Block(out, out, /*first_stride=*/1, add));
     in = out;

@@ -1,15 +1,22 @@
 // Training steps of a whole program, for bench/training_steps.py, which has the same in Python:
-//     bench_training_step convnet|resnet18 f32|bf16 THREADS STEPS
+//     bench_training_step convnet|resnet18|resnet18_8 f32|bf16 THREADS STEPS [SHARDS]
 // As ranks of `lockstep run`: DistributedDataParallel and SyncBatchNorm, and equal parts of the
-// batch; alone: the network as it is, with the whole batch. Prints one line of JSON on rank 0.
+// batch; alone: the network as it is, with the whole batch; with SHARDS both in shards. resnet18_8:
+// with 8 channels for 64, of images of 16 x 16. Prints one line of JSON on rank 0.
 
 #include <fmt/format.h>
 
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
+#include <lockstep/nn/elastic.hpp>
+#include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "rank.hpp"
 #include "resnet18.hpp"
@@ -36,43 +43,75 @@ Sequential convnet() {
   return net;
 }
 
+/// A hash (FNV-1a) of the bytes of all parameters and buffers.
+std::uint64_t bits_of(const Module& net) {
+  std::uint64_t hash = 0xcbf29ce484222325;
+  const auto add = [&hash](const Tensor& tensor) {
+    const Tensor whole = tensor.detach().contiguous();
+    const auto* const bytes = static_cast<const unsigned char*>(whole.data_ptr());
+    for (std::size_t i = 0; i < whole.nbytes(); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3;
+  };
+  for (const Tensor& parameter : net.parameters()) add(parameter);
+  for (const Tensor& buffer : net.buffers()) add(buffer);
+  return hash;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 5) throw std::runtime_error("expected MODEL TYPE THREADS STEPS");
+  if (argc != 5 && argc != 6)
+    throw std::runtime_error("expected MODEL TYPE THREADS STEPS [SHARDS]");
   const std::string model = argv[1], type = argv[2];
-  if ((model != "convnet" && model != "resnet18") || (type != "f32" && type != "bf16")) {
+  if ((model != "convnet" && model != "resnet18" && model != "resnet18_8") ||
+      (type != "f32" && type != "bf16")) {
     throw std::runtime_error("there is no " + model + " of " + type);
   }
   const int n_steps = std::atoi(argv[4]);
   init_rank(std::atoi(argv[3]));
   const int rank = lockstep::get_rank(), n_ranks = lockstep::get_world_size();
+  const int n_shards = argc == 6 ? std::atoi(argv[5]) : 0;
   const bool is_small = model == "convnet";
   const auto dtype = type == "bf16" ? torch::kBFloat16 : torch::kFloat32;
 
   torch::manual_seed(1);
-  Sequential net = is_small ? convnet() : resnet18(/*n_classes=*/1000);
+  Sequential net = is_small ? convnet() : resnet18(1000, nullptr, model == "resnet18" ? 64 : 8);
   net->to(dtype);
   torch::manual_seed(2);
-  const std::int64_t n_images = 32, n_each = n_images / n_ranks, size = is_small ? 28 : 64;
+  const std::int64_t n_images = 32, size = is_small ? 28 : model == "resnet18" ? 64 : 16;
   const Tensor x = torch::randn({n_images, is_small ? 1 : 3, size, size});
   const Tensor labels = torch::randint(is_small ? 10 : 1000, {n_images});
-  const Tensor my_x = x.narrow(0, rank * n_each, n_each).to(dtype);
-  const Tensor my_labels = labels.narrow(0, rank * n_each, n_each);
+  const lockstep::nn::ElasticSampler sampler(
+      n_images, {.global_batch = n_images, .shuffle = false, .shards = n_shards});
+  const auto drawn = sampler.batch(0);
+  const Tensor mine = torch::tensor(std::vector<std::int64_t>(drawn.begin(), drawn.end()));
+  const Tensor my_x = x.index_select(0, mine).to(dtype);
+  const Tensor my_labels = labels.index_select(0, mine);
 
-  if (n_ranks > 1) lockstep::nn::convert_sync_batchnorm(net);
-  const auto ddp = n_ranks > 1
-                       ? std::make_unique<lockstep::nn::DistributedDataParallel<Sequential>>(net)
-                       : nullptr;
+  const bool is_wrapped = n_ranks > 1 || n_shards > 0;
+  if (is_wrapped) lockstep::nn::convert_sync_batchnorm(net);
+  const auto ddp = is_wrapped ? std::make_unique<lockstep::nn::DistributedDataParallel<Sequential>>(
+                                    net,
+                                    lockstep::nn::DistributedDataParallelOptions{
+                                        .shards = n_shards, .shard_threads = at::get_num_threads()})
+                              : nullptr;
   torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(1e-3));
   double loss = 0;
+  const auto loss_of = [](const Tensor& scores, const Tensor& of, at::Reduction::Reduction how) {
+    return torch::cross_entropy_loss(scores.to(torch::kFloat32), of, /*weight=*/{}, how);
+  };
   const auto step = [&] {
     sgd.zero_grad();
-    const Tensor scores = ddp ? (*ddp)(my_x) : net->forward(my_x);
-    const Tensor mine = torch::cross_entropy_loss(scores.to(torch::kFloat32), my_labels);
-    mine.backward();
+    if (n_shards > 0) {
+      loss = ddp->run_shards(std::pair(my_x, my_labels), [&](Sequential& copy, const auto& part) {
+        return loss_of(copy->forward(part.first), part.second, at::Reduction::Sum);
+      });
+    } else {
+      const Tensor scores = ddp ? (*ddp)(my_x) : net->forward(my_x);
+      const Tensor mean = loss_of(scores, my_labels, at::Reduction::Mean);
+      mean.backward();
+      loss = mean.item<double>();
+    }
     sgd.step();
-    loss = mine.item<double>();
   };
   for (int i = 0; i < kUntimed; ++i) step();
   lockstep::barrier();
@@ -82,8 +121,8 @@ int main(int argc, char** argv) {
   const std::chrono::duration<double> seconds = Clock::now() - begin;
   const double mean = lockstep::all_reduce_value(loss, lockstep::ReduceOp::mean);
   if (rank == 0) {
-    fmt::print("{{\"images_per_second\": {}, \"loss\": {}}}\n",
-               static_cast<double>(n_images * n_steps) / seconds.count(), mean);
+    fmt::print("{{\"images_per_second\": {}, \"loss\": {}, \"bits\": \"{:016x}\"}}\n",
+               static_cast<double>(n_images * n_steps) / seconds.count(), mean, bits_of(*net));
   }
   lockstep::destroy_dist();
   return 0;

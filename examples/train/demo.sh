@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Trains the shipped digits four ways, from the same seed with the same global batch of 8: on one
 # rank, on 4 ranks with SyncBatchNorm, on 4 ranks with each rank's own BatchNorm, and on 4 ranks with
-# SyncBatchNorm of which two are killed on the way. Ends with a table and a picture of the four loss
-# curves.
+# SyncBatchNorm of which two are killed on the way. Where batches are normalised as a whole, each
+# step is computed in 4 shards. Ends with a table and a picture of the four loss curves.
 # usage: demo.sh BUILD_DIR OUT_DIR
 set -euo pipefail
 
@@ -20,14 +20,14 @@ mkdir -p "$out"
 # values EVENT KEY RUN: that number of each such line of the run's metrics.
 values() { sed -n "s/^{\"event\":\"$1\",.*\"$2\":\([^,}]*\).*/\1/p" "$out/$3.jsonl"; }
 
-train_one() { "$train" "$@"; }
-train_sync() { "$lockstep" run -n 4 -- "$train" --sync-bn on "$@"; }
+train_one() { "$train" --shards 4 "$@"; }
+train_sync() { "$lockstep" run -n 4 -- "$train" --shards 4 "$@"; }
 train_plain() { "$lockstep" run -n 4 -- "$train" --sync-bn off "$@"; }
 # With fewer than 3 ranks left, the launcher starts a replacement.
 train_elastic() {
   local n_steps
   n_steps=$(values epoch step one | tail -n 1)
-  "$lockstep" run -n 4 --elastic 2:3 -- "$train" --sync-bn on "$@" &
+  "$lockstep" run -n 4 --elastic 2:3 -- "$train" --shards 4 "$@" &
   job=$!
   trap 'kill "$job"' EXIT
   kill_rank 2 $((n_steps / 3))
@@ -69,6 +69,7 @@ of_runs() { # LABEL FORMAT COMMAND...: a row with what the command says of each 
 }
 loss_of_epoch() { values epoch loss "$2" | sed -n "$1p"; }
 accuracy() { values summary test_accuracy "$1" | awk '{ print 100 * $1 }'; }
+digest() { "$train" "${options[@]}" --dump "$out/$1.pt" | sha256sum | cut -c 1-12; }
 difference() {
   if [ "$1" = one ]; then echo 0; else "$train" "${options[@]}" --compare "$out/one.pt" "$out/$1.pt" | cut -d' ' -f1; fi
 }
@@ -82,12 +83,14 @@ done
 of_runs "test accuracy, %" %.2f accuracy
 of_runs "images/s" %.0f values summary images_per_second
 of_runs "largest difference *" %.1e difference
+of_runs "SHA-256" %s digest
 cat <<'TEXT'
 
-* the largest absolute difference of any parameter or buffer from those of the one-rank run.
-  The runs use float64: with SyncBatchNorm only the order of the additions differs, also where the
-  ranks that were left took over a killed rank's share of the batch. With BatchNorm each rank
-  normalises its own 2 images, so it trains another network.
+* the largest absolute difference of any parameter or buffer from those of the one-rank run. Each
+  step is computed in 4 shards of 2 images: all four by one rank, one each by 4 ranks, and by the
+  ranks that are left where some were killed. So the numbers are the same to the last bit. With
+  BatchNorm each rank normalises its own 2 images, so it trains another network.
+  SHA-256: of all parameters and buffers, the first 12 digits.
 TEXT
 [ "$(values generation ranks elastic | tail -n 1)" = 3 ] ||
   echo "  No rank was replaced: the training had ended before the replacement had started."

@@ -35,8 +35,13 @@ void add_options(CLI::App& app, train::Options& options) {
   add("--max-steps", options.max_steps, "maximum number of steps; 0: no limit")->check(from_0);
   add("--batch", options.batch, "images per step, over all ranks")->check(from_1);
   add("--seed", options.seed, "of the parameters and the order of the images")->check(from_0);
-  add("--threads", options.threads, "libtorch's threads per rank; 0: its default")->check(from_0);
+  add("--threads", options.threads, "libtorch's threads per rank; 0: its default, 1 with --shards")
+      ->check(from_0);
   add("--data-parallel", options.data_parallel, "replicas in each rank")->check(from_1);
+  add("--shards", options.shards,
+      "divide each step into so many parts: the same bits on any number of ranks up to it; 0: each "
+      "rank is one part")
+      ->check(from_0);
   add("--backend", options.backend, "auto, shared, gloo, hierarchical, mpi");
   add("--save", options.save, "write a checkpoint here after every epoch");
   add("--load", options.load, "resume from this checkpoint");
@@ -44,12 +49,18 @@ void add_options(CLI::App& app, train::Options& options) {
   add("--metrics-every", options.metrics_every, "also write the mean loss every N steps; 0: never")
       ->check(from_0);
   add("--compare", options.compare, "print how much two checkpoints differ")->expected(2);
+  add("--dump", options.dump, "write the bytes of a checkpoint's parameters to standard output");
 }
 
 void run(const train::Options& options) {
   if (!options.compare.empty()) {
     const auto difference = train::compare(options, options.compare[0], options.compare[1]);
     fmt::print("{:.3g} {}\n", difference.largest, difference.name);
+    return;
+  }
+  if (!options.dump.empty()) {
+    const std::string bytes = train::dump(options, options.dump);
+    std::fwrite(bytes.data(), 1, bytes.size(), stdout);
     return;
   }
   // Read first: errors in the files are reported before any rank waits for another.

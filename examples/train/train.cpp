@@ -7,13 +7,16 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <functional>
 #include <lockstep/dist.hpp>
 #include <lockstep/nn.hpp>
 #include <lockstep/nn/elastic.hpp>
 #include <lockstep/objects.hpp>
 #include <lockstep/trace.hpp>
+#include <memory>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "models.hpp"
 #include "report.hpp"
@@ -78,7 +81,53 @@ struct ReplicatedImpl : torch::nn::Module {
   lockstep::nn::DataParallelWithCallback<torch::nn::Sequential> replicas;
 };
 TORCH_MODULE(Replicated);
-using Network = lockstep::nn::DistributedDataParallel<Replicated>;
+
+/// Forward and backward of this rank's images: returns the sum of the losses of all ranks.
+using Step = std::function<double(const Tensor& images, const Tensor& labels)>;
+
+Tensor summed_loss(const Tensor& scores, const Tensor& labels) {
+  return torch::cross_entropy_loss(scores, labels, /*weight=*/{}, at::Reduction::Sum);
+}
+
+Step step_in_shards(const torch::nn::Sequential& network, const Options& options,
+                    const Group& group) {
+  using Sharded = lockstep::nn::DistributedDataParallel<torch::nn::Sequential>;
+  return
+      [sharded = std::make_shared<Sharded>(
+           network,
+           lockstep::nn::DistributedDataParallelOptions{
+               .group = group, .shards = options.shards, .shard_threads = at::get_num_threads()}),
+       n = static_cast<double>(options.batch)](const Tensor& images, const Tensor& labels) {
+        return n * sharded->run_shards(std::pair(images, labels),
+                                       [](torch::nn::Sequential& mine, const auto& part) {
+                                         return summed_loss(mine->forward(part.first), part.second);
+                                       });
+      };
+}
+
+Step step_of_ranks(const torch::nn::Sequential& network, const Options& options,
+                   const Group& group) {
+  using Network = lockstep::nn::DistributedDataParallel<Replicated>;
+  const auto ddp =
+      std::make_shared<Network>(Replicated(network, options.data_parallel),
+                                lockstep::nn::DistributedDataParallelOptions{.group = group});
+  return [ddp, group, n = static_cast<double>(options.batch)](const Tensor& images,
+                                                              const Tensor& labels) {
+    Tensor loss_sum;
+    {
+      const lockstep::TraceScope scope("forward");
+      loss_sum = summed_loss((*ddp)(images), labels);
+    }
+    {
+      const lockstep::TraceScope scope("backward");
+      // DDP averages the gradients. With this scale the average is the gradient of the mean over
+      // the whole batch, also if the ranks' parts differ: sum of (loss_sum * ranks / batch) /
+      // ranks.
+      (loss_sum * (static_cast<double>(group.size()) / n)).backward();
+    }
+    return lockstep::all_reduce_value(loss_sum.item<double>(), lockstep::ReduceOp::sum, group);
+  };
+}
 
 /// The accuracy (0 .. 1); each rank tests a part of the samples.
 double test(torch::nn::Sequential& network, const Samples& samples, const Group& group) {
@@ -114,7 +163,8 @@ class Trainer {
         // Images that do not fill a batch are left out, other ones in each epoch.
         sampler_(n_images_, {.global_batch = checked_batch(options, n_images_),
                              .seed = options.seed,
-                             .drop_last = true}),
+                             .drop_last = true,
+                             .shards = options.shards}),
         steps_per_epoch_(sampler_.steps_per_epoch()),
         n_steps_(options.epochs * steps_per_epoch_),
         training_(options),
@@ -149,14 +199,15 @@ class Trainer {
     if (group.rank() == 0 && !report_) report_.emplace(options_, steps_per_epoch_);
     if (report_ && !is_first) report_->new_generation(step(), group.size());
     if (is_first && step() >= n_steps_) return;  // that of an earlier start was complete
-    if (options_.sync_bn) lockstep::nn::convert_sync_batchnorm(training_.network, group);
+    if (options_.sync_bn) lockstep::nn::convert_sync_batchnorm(training_.network);
     if (!timed_) timed_ = {.from_step = step(), .since = Clock::now()};
-    Network network(Replicated(training_.network, options_.data_parallel), {.group = group});
+    const Step run_step = options_.shards > 0 ? step_in_shards(training_.network, options_, group)
+                                              : step_of_ranks(training_.network, options_, group);
     for (const std::size_t epoch : state_.epochs(sampler_, options_.epochs)) {
       training_.network->train();
       for (const std::int64_t each : sampler_.steps(state_)) {
         if (step() == n_steps_) break;
-        train_step(network, each, group);
+        train_step(run_step, each, group);
       }
       end_epoch(epoch, group);
       if (step() == n_steps_) return;  // --max-steps may end it within an epoch
@@ -170,6 +221,10 @@ class Trainer {
       throw std::invalid_argument(
           fmt::format("--batch {}: expected at least one image for each of {} ranks",
                       options_.batch, group.size()));
+    }
+    if (options_.shards > 0 && (!options_.sync_bn || options_.data_parallel > 1)) {
+      throw std::invalid_argument(
+          fmt::format("--shards {}: without --sync-bn off and --data-parallel", options_.shards));
     }
     const bool is_saved = step() > 0;
     if (is_saved && options_.n_restarts == 0 && options_.load != options_.save) {
@@ -201,27 +256,13 @@ class Trainer {
     }
   }
 
-  void train_step(Network& network, std::int64_t step, const Group& group) {
+  void train_step(const Step& run_step, std::int64_t step, const Group& group) {
     const auto drawn = sampler_.batch(step, group);
     const auto indices = torch::tensor(std::vector<std::int64_t>(drawn.begin(), drawn.end()));
     training_.optimizer.zero_grad();
-    Tensor loss_sum;
-    {
-      const lockstep::TraceScope scope("forward");
-      const auto scores = network(train_samples_.images.index_select(0, indices));
-      loss_sum = torch::cross_entropy_loss(scores, train_samples_.labels.index_select(0, indices),
-                                           /*weight=*/{}, at::Reduction::Sum);
-    }
+    const double sum = run_step(train_samples_.images.index_select(0, indices),
+                                train_samples_.labels.index_select(0, indices));
     const auto batch = static_cast<double>(options_.batch);
-    {
-      const lockstep::TraceScope scope("backward");
-      // DDP averages the gradients. With this scale the average is the gradient of the mean over
-      // the whole batch, also if the ranks' parts differ: sum of (loss_sum * ranks / batch) /
-      // ranks.
-      (loss_sum * (static_cast<double>(group.size()) / batch)).backward();
-    }
-    const double sum =
-        lockstep::all_reduce_value(loss_sum.item<double>(), lockstep::ReduceOp::sum, group);
     training_.epoch_loss_sum += sum;
     training_.recent_loss_sum += sum / batch;
     ++training_.n_recent_steps;
@@ -279,28 +320,44 @@ class Trainer {
 }  // namespace
 
 std::vector<EpochResult> run(const Options& options, const Dataset& data) {
-  if (options.threads > 0) at::set_num_threads(options.threads);
+  if (options.threads > 0 || options.shards > 0) at::set_num_threads(std::max(options.threads, 1));
   return Trainer(options, data).run();
 }
 
+namespace {
+
+/// The parameters and buffers in a checkpoint.
+torch::OrderedDict<std::string, Tensor> tensors_of(const Options& options,
+                                                   const std::string& path) {
+  Training training(options);
+  lockstep::nn::load_training(
+      path,
+      {training.network, training.optimizer, training.seed, training.batch, training.epoch_loss_sum,
+       training.recent_loss_sum, training.n_recent_steps},
+      Group());
+  auto tensors = training.network->named_parameters();
+  for (const auto& buffer : training.network->named_buffers()) {
+    tensors.insert(buffer.key(), buffer.value());
+  }
+  return tensors;
+}
+
+}  // namespace
+
+std::string dump(const Options& options, const std::string& path) {
+  std::string bytes;
+  for (const auto& item : tensors_of(options, path)) {
+    const Tensor whole = item.value().detach().contiguous();
+    bytes.append(static_cast<const char*>(whole.data_ptr()), whole.nbytes());
+  }
+  return bytes;
+}
+
 Difference compare(const Options& options, const std::string& a, const std::string& b) {
-  const auto tensors_of = [&](const std::string& path) {
-    Training training(options);
-    lockstep::nn::load_training(
-        path,
-        {training.network, training.optimizer, training.seed, training.batch,
-         training.epoch_loss_sum, training.recent_loss_sum, training.n_recent_steps},
-        Group());
-    auto tensors = training.network->named_parameters();
-    for (const auto& buffer : training.network->named_buffers()) {
-      tensors.insert(buffer.key(), buffer.value());
-    }
-    return tensors;
-  };
   const torch::NoGradGuard no_grad;
-  const auto others = tensors_of(b);
+  const auto others = tensors_of(options, b);
   Difference difference;
-  for (const auto& item : tensors_of(a)) {
+  for (const auto& item : tensors_of(options, a)) {
     const auto other = others[item.key()].to(torch::kFloat64);
     const double largest = (item.value().to(torch::kFloat64) - other).abs().max().item<double>();
     if (largest >= difference.largest || std::isnan(largest)) difference = {largest, item.key()};

@@ -19,10 +19,12 @@ struct Options {
   std::uint64_t seed = 1;
   int threads = 0;
   std::size_t data_parallel = 1;
+  int shards = 0;
   std::string backend = "auto";
   std::string save, load, metrics;
   std::size_t metrics_every = 0;
   std::vector<std::string> compare;
+  std::string dump;
   int n_restarts = 0;  ///< by `lockstep run --max-restarts`; not an option
 };
 
@@ -49,5 +51,8 @@ struct Difference {
 /// The largest absolute difference between the networks in two checkpoints of trainings with these
 /// options. Throws lockstep::UsageError if their --model or --precision is another.
 Difference compare(const Options& options, const std::string& a, const std::string& b);
+
+/// The bytes of the parameters and buffers in a checkpoint. Throws as compare.
+std::string dump(const Options& options, const std::string& path);
 
 }  // namespace train

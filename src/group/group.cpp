@@ -202,6 +202,28 @@ void NativeGroup::run(const Group& group, const Call& call, Timeout timeout, con
   });
 }
 
+std::vector<Group> NativeGroup::divide(const Group& group, std::span<const int> counts,
+                                       std::source_location where) {
+  GroupState& state = *group.state_;
+  std::vector<Group> groups;
+  state.run({.op = Op::split, .where = where}, {}, [&](Engine& engine, const Call& call) {
+    auto* const native = dynamic_cast<NativeEngine*>(&engine);
+    if (native == nullptr) {
+      throw UsageError(context_of(call, engine.rank()),
+                       "a rank can be several over lockstep's own engines only");
+    }
+    const std::string name = fmt::format("{}/shards{}", state.name(), state.count_child());
+    for (auto& part : native->divide(call, counts)) {
+      auto child = std::make_shared<GroupState>(std::move(part), name, state.timeout(),
+                                                state.recorder(), state.check());
+      child->share_membership(state);
+      groups.push_back(Group(std::move(child)));
+    }
+    engine.run(barrier_of(call));  // either all ranks have their groups, or this group ends
+  });
+  return groups;
+}
+
 Work NativeGroup::post(const Group& group, const Call& call, Timeout timeout) {
   return lockstep::post(group.state_, call, timeout);
 }

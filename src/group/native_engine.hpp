@@ -4,6 +4,10 @@
 #include <functional>
 #include <lockstep/engine.hpp>
 #include <lockstep/group.hpp>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
 
 /// What lockstep's own engines do beyond the contract of a backend.
 namespace lockstep::internal {
@@ -20,6 +24,12 @@ class NativeEngine : public Engine {
   /// while the peers' answer is in transit, and a short call needs a single clock read; otherwise
   /// it is recorded, and timed, before and after run().
   virtual bool reports_progress() const noexcept { return false; }
+
+  /// Collective. The engines of a group in which rank r of this one is counts[r] ranks, at most 512
+  /// in all, each for a thread of its own: those of this rank, in order. They live and are lost
+  /// together. Throws UsageError where the engine cannot: it needs memory that all ranks share.
+  virtual std::vector<std::unique_ptr<Engine>> divide(const Call& call,
+                                                      std::span<const int> counts);
 
   /// For `at_most` from now, the other ranks do not count this rank as late, unless its process is
   /// stopped: it works elsewhere on behalf of them all. Over messages there is nothing to do: a
@@ -47,6 +57,9 @@ struct NativeGroup {
   static void run(const Group& group, const Call& call, Timeout timeout, const Around& around);
   /// The same as an asynchronous call. What the call points to must live until the Work is done.
   static Work post(const Group& group, const Call& call, Timeout timeout);
+  /// See NativeEngine::divide. The groups of this rank's threads, one each.
+  static std::vector<Group> divide(const Group& group, std::span<const int> counts,
+                                   std::source_location where);
   /// See NativeEngine.
   static bool has_low_latency(const Group& group) noexcept;
   static bool reduces_moments(const Group& group) noexcept;

@@ -14,6 +14,7 @@
 //   accumulate  micro-batches
 //   two         two optimizers that step together
 //   alternate   two optimizers with a backward between them, and a snapshot
+//   shards      a step in shards, with the same bits whatever happens
 //   by_hand     a hand-written optimizer, a clamp, an average of the parameters
 // Programs that are refused: `inside` and `unlisted` make their optimizer in the function,
 // `micro_steps` calls step_done without a step of the optimizer, `continue` and `break` leave a
@@ -36,6 +37,7 @@ namespace nn = lockstep::nn;
 using torch::Tensor;
 
 constexpr std::size_t kSamples = 64, kBatch = 24, kEpochs = 6, kMicroBatches = 2;
+constexpr int kShards = 5;
 constexpr std::int64_t kFatalStep = 4;  // the second of the second epoch
 
 /// Where this process is, and where it is killed.
@@ -81,22 +83,24 @@ struct Seen {
   }
 };
 
-struct NetworkImpl : torch::nn::Module {
-  explicit NetworkImpl(const Point& where, int n_hidden = 6)
-      : point(where),
-        first(register_module("first", torch::nn::Linear(5, n_hidden))),
-        norm(register_module("norm", torch::nn::BatchNorm1d(n_hidden))),
-        second(register_module("second", torch::nn::Linear(n_hidden, 2))),
-        branch(register_module("branch", torch::nn::Linear(n_hidden, 2))) {}
+struct NetworkImpl : torch::nn::Cloneable<NetworkImpl> {
+  explicit NetworkImpl(const Point& where, int n = 6) : point(&where), n_hidden(n) { reset(); }
+  void reset() override {
+    first = register_module("first", torch::nn::Linear(5, n_hidden));
+    norm = register_module("norm", torch::nn::BatchNorm1d(n_hidden));
+    second = register_module("second", torch::nn::Linear(n_hidden, 2));
+    branch = register_module("branch", torch::nn::Linear(n_hidden, 2));
+  }
   Tensor forward(const Tensor& images, bool uses_branch) {
     const Tensor hidden = torch::tanh(norm(first(images)));
-    point.in_step("forward");
+    point->in_step("forward");
     return uses_branch ? branch(hidden) : second(hidden);
   }
-  const Point& point;
-  torch::nn::Linear first;
-  torch::nn::BatchNorm1d norm;
-  torch::nn::Linear second, branch;
+  const Point* point;
+  int n_hidden;
+  torch::nn::Linear first{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+  torch::nn::Linear second{nullptr}, branch{nullptr};
 };
 TORCH_MODULE(Network);
 
@@ -165,7 +169,8 @@ class Program {
     const nn::ElasticSampler sampler(kSamples,
                                      {.global_batch = kBatch,
                                       .seed = 3,
-                                      .micro_batches = name_ == "accumulate" ? kMicroBatches : 1});
+                                      .micro_batches = name_ == "accumulate" ? kMicroBatches : 1,
+                                      .shards = name_ == "shards" ? kShards : 0});
     network_->train();
     nn::run_elastic(state,
                     [&] {
@@ -176,7 +181,8 @@ class Program {
                       } inside(point_);
                       try {
                         if (!file_.empty()) fmt::print("begins with step {}\n", state.step());
-                        nn::DistributedDataParallel ddp(network_);
+                        nn::DistributedDataParallel ddp(
+                            network_, {.shards = name_ == "shards" ? kShards : 0});
                         const nn::SyncBatchNormScope scope;
                         for (const std::size_t epoch : state.epochs(sampler, kEpochs)) {
                           for (const std::int64_t step : sampler.steps(state)) {
@@ -234,6 +240,7 @@ class Program {
       for (auto& group : optimizer.param_groups()) zero_gradients(group.params());
     }
     if (name_ == "by_hand") zero_gradients(network_->parameters());
+    if (name_ == "shards") return compute_in_shards(step, ddp, sampler);
     const std::size_t n_micro = name_ == "accumulate" ? kMicroBatches : 1;
     // Of all samples of the step, alike on all ranks.
     const Tensor weights = name_ == "random" ? torch::rand({kSamples}, torch::kDouble)
@@ -268,6 +275,18 @@ class Program {
       loss(drawn, weights, ddp, step).mul(state.scale(drawn.size())).backward();
       optimizers.back().get().step();
     }
+  }
+
+  void compute_in_shards(std::int64_t step, nn::DistributedDataParallel<Network>& ddp,
+                         const nn::ElasticSampler& sampler) {
+    const auto drawn = sampler.batch(step);
+    const auto at = torch::tensor(std::vector<std::int64_t>(drawn.begin(), drawn.end()));
+    const std::pair batch(images_.index_select(0, at), targets_.index_select(0, at));
+    n_ += ddp.run_shards(batch, [this](Network& mine, const auto& part) {
+      const Tensor scores = mine->forward(part.first, false);
+      scores.register_hook([this](const Tensor&) { point_.in_step("backward"); });
+      return (scores - part.second).square().mean(1).sum();
+    });
   }
 
   static void zero_gradients(const std::vector<Tensor>& parameters) {
@@ -317,12 +336,16 @@ class Program {
     network_->eval();
     const torch::NoGradGuard no_graph;
     const auto all = torch::arange(static_cast<std::int64_t>(kSamples));
-    const Tensor mine = all.tensor_split(lockstep::get_world_size())
-                            .at(static_cast<std::size_t>(lockstep::get_rank()));
+    // A sum of the ranks' sums has other bits on another number of ranks.
+    const bool divides = name_ != "shards";
+    const Tensor mine = !divides ? all
+                                 : all.tensor_split(lockstep::get_world_size())
+                                       .at(static_cast<std::size_t>(lockstep::get_rank()));
     const Tensor errors =
         network_->forward(images_.index_select(0, mine), false) - targets_.index_select(0, mine);
     if (epoch == 1) point_.at("validation");
-    seen_.values.push_back(lockstep::all_reduce_value(errors.square().sum().item<double>()));
+    const double sum = lockstep::all_reduce_value(errors.square().sum().item<double>());
+    seen_.values.push_back(divides ? sum : errors.square().sum().item<double>());
     network_->train();
     if (name_ == "modes" && epoch == 0) {
       for (Tensor& parameter : network_->first->parameters()) parameter.set_requires_grad(false);

@@ -32,7 +32,8 @@ namespace {
 constexpr int kStepsPerEpoch = 180;  // 1440 digits, 8 a step
 constexpr int kWatchdogMs = 120'000;
 constexpr double kRounding = 1e-9;
-constexpr const char* kF64 = "--precision f64 --metrics-every 1";
+const std::string kF64 = "--precision f64 --metrics-every 1";
+const std::string kInShards = "--shards 4 --metrics-every 1";
 
 std::string contents_of(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -89,19 +90,18 @@ struct Training {
 };
 
 /// Each step and each epoch once, with the same numbers.
-void expect_the_same(const Training& training, const Training& expected) {
+void expect_the_same(const Training& training, const Training& expected, double rounding) {
   ASSERT_EQ(training.steps.size(), expected.steps.size());
   for (std::size_t i = 0; i < expected.steps.size(); ++i) {
     EXPECT_EQ(training.steps[i]["step"], expected.steps[i]["step"]);
-    EXPECT_NEAR(training.steps[i]["loss"], expected.steps[i]["loss"], kRounding)
-        << "step " << i + 1;
+    EXPECT_NEAR(training.steps[i]["loss"], expected.steps[i]["loss"], rounding) << "step " << i + 1;
   }
   ASSERT_EQ(training.epochs.size(), expected.epochs.size());
   for (std::size_t i = 0; i < expected.epochs.size(); ++i) {
     EXPECT_EQ(training.epochs[i]["epoch"], expected.epochs[i]["epoch"]);
     EXPECT_EQ(training.epochs[i]["step"], expected.epochs[i]["step"]);
     EXPECT_EQ(training.epochs[i]["test_accuracy"], expected.epochs[i]["test_accuracy"]);
-    EXPECT_NEAR(training.epochs[i]["loss"], expected.epochs[i]["loss"], kRounding);
+    EXPECT_NEAR(training.epochs[i]["loss"], expected.epochs[i]["loss"], rounding);
   }
 }
 
@@ -170,14 +170,19 @@ class RecoveryTest : public testing::Test {
     return compare(options, directory_ / a, directory_ / b).largest;
   }
 
-  /// That this training went as on one rank that nothing disturbs.
-  void expect_one_rank(const std::string& name, const Training& training) {
+  /// That this training went as on one rank that nothing disturbs: in shards to the last bit.
+  void expect_one_rank(const std::string& name, const Training& training,
+                       const std::string& flags = kF64) {
     EXPECT_EQ(training.exit_code, 0) << training.errors;
-    const Training alone = train("alone", "-n 1", kF64, [](const auto&...) {});
+    const Training alone = train("alone", "-n 1", flags, [](const auto&...) {});
     EXPECT_EQ(alone.steps.size(), 2U * kStepsPerEpoch);
-    expect_the_same(training, alone);
-    EXPECT_LT(difference("alone.pt", name + ".pt", "f64"), kRounding);
+    const double rounding = flags == kF64 ? kRounding : 0;
+    expect_the_same(training, alone, rounding);
+    EXPECT_LE(difference("alone.pt", name + ".pt", flags == kInShards ? "f32" : "f64"), rounding);
   }
+
+  /// Of four ranks one is killed in the first epoch, and one at its end, which is replaced.
+  void kill_two_of_four(const std::string& flags);
 
   TemporaryDirectory directory_;
 };
@@ -224,7 +229,7 @@ TEST_F(RecoveryTest, kill_9_in_an_epoch_changes_nothing) {
   EXPECT_EQ(difference("straight.pt", "disturbed.pt", "f32"), 0);
 }
 
-TEST_F(RecoveryTest, elastic_ranks_of_which_two_are_killed_and_one_is_replaced_are_one_rank) {
+void RecoveryTest::kill_two_of_four(const std::string& flags) {
   std::map<int, pid_t> killed;
   const auto kill_two = [&](const nlohmann::json& line, const Metrics& metrics) {
     const bool is_epoch = line["event"] == "epoch";
@@ -236,14 +241,20 @@ TEST_F(RecoveryTest, elastic_ranks_of_which_two_are_killed_and_one_is_replaced_a
       await_replacement("elastic", killed);
     }
   };
-  const Training elastic = train("elastic", "-n 4 --elastic 2:3", kF64, kill_two);
+  const Training elastic = train("elastic", "-n 4 --elastic 2:3", flags, kill_two);
   ASSERT_EQ(killed.size(), 2U);
   ASSERT_GE(elastic.generations.size(), 2U) << elastic.errors;
   EXPECT_EQ(elastic.generations.front()["ranks"], 3);
   EXPECT_EQ(elastic.generations.back()["ranks"], 3);
   EXPECT_NE(elastic.errors.find(" again"), std::string::npos) << elastic.errors;
-  expect_one_rank("elastic", elastic);
+  expect_one_rank("elastic", elastic, flags);
 }
+
+TEST_F(RecoveryTest, elastic_ranks_of_which_two_are_killed_and_one_is_replaced_are_one_rank) {
+  kill_two_of_four(kF64);
+}
+
+TEST_F(RecoveryTest, in_shards_they_have_its_bits) { kill_two_of_four(kInShards); }
 
 TEST_F(RecoveryTest, elastic_replacement_becomes_rank_0) {
   std::map<int, pid_t> killed;

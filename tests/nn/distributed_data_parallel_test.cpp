@@ -241,6 +241,27 @@ TEST(DistributedDataParallelTest, a_gradient_on_some_ranks_only_is_reported_on_e
   });
 }
 
+/// The ranks that have all gradients have sent them when backward ends, the other has not.
+TEST(DistributedDataParallelTest, a_gradient_that_one_rank_lacks_puts_no_rank_out_of_step) {
+  on_ranks(3, [](int rank) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+    DistributedDataParallel model(net);
+    const auto backward = [&](bool both) {
+      net->zero_grad();
+      model
+          .run([&] {
+            const Tensor x = net[0]->as<torch::nn::Linear>()->forward(at::ones({1, 2}));
+            return both ? net[1]->as<torch::nn::Linear>()->forward(x).sum() : x.sum();
+          })
+          .backward();
+    };
+    backward(true);
+    test::expect_contains(test::thrown<MismatchError>([&] { backward(rank != 1); }),
+                          "got a gradient on 2 of 3 ranks");
+    backward(true);
+  });
+}
+
 /// If no rank has a gradient, what the program has put there stays: the tensor and its values.
 TEST(DistributedDataParallelTest, a_gradient_set_by_hand_is_kept) {
   on_ranks(2, [](int rank) {

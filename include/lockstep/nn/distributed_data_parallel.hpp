@@ -61,6 +61,12 @@ struct DistributedDataParallelOptions {
   CommunicationHook hook = {};       ///< its former name; wins if set
   /// In join(), gradients are averaged over the ranks that still have data, not over all.
   bool join_divides_by_active = false;
+  /// Into how many shards each step is divided, for run_shards; the same bits for any number of
+  /// ranks up to it. At most 512; 0: none.
+  int shards = 0;
+  /// Intra-op threads of each rank, with shards: their number decides how a kernel divides its
+  /// sums. What they are is the program's to set (torch::set_num_threads); here it says so.
+  int shard_threads = 1;
 };
 
 /// Options of DistributedDataParallel::join.
@@ -96,6 +102,16 @@ class Synchroniser {
   /// `example`: a forward with 0 samples, for this join only; may be empty.
   virtual void join(const std::function<void()>& body, const JoinOptions& options,
                     std::function<at::Tensor()> example, std::source_location where) = 0;
+  /// A step in shards.
+  struct ShardedStep {
+    std::vector<at::Tensor> batch;  ///< of this rank's samples
+    /// Divides the batch into shards of so many samples.
+    std::function<void(const std::vector<std::int64_t>& sizes)> divide;
+    /// The sum of the losses of the rank's i-th shard, on the shard's thread.
+    std::function<at::Tensor(std::size_t i, torch::nn::Module& copy)> loss;
+  };
+  /// Forward and backward of each shard. Returns the mean loss over all samples.
+  virtual double run_shards(const ShardedStep& step, std::source_location where) = 0;
 };
 std::shared_ptr<Synchroniser> make_synchroniser(torch::nn::Module& module,
                                                 const DistributedDataParallelOptions& options,
@@ -139,6 +155,19 @@ T without_samples(T value) {
     if (tensor.defined() && tensor.dim() > 0) tensor = tensor.detach().narrow(0, 0, 0).clone();
   });
   return value;
+}
+/// Consecutive rows of a tensor in memory of their own, one for each of `sizes`.
+std::vector<at::Tensor> copies_of_rows(const at::Tensor& tensor,
+                                       const std::vector<std::int64_t>& sizes);
+/// One value per shard.
+template <class T>
+std::vector<T> divide(const T& value, const std::vector<std::int64_t>& sizes) {
+  std::vector<T> parts(sizes.size(), value);
+  Tree<T>::visit(pointers_to(parts), [&sizes](const std::vector<at::Tensor*>& tensors) {
+    const std::vector<at::Tensor> rows = copies_of_rows(*tensors[0], sizes);
+    for (std::size_t i = 0; i < rows.size(); ++i) *tensors[i] = rows[i];
+  });
+  return parts;
 }
 }  // namespace detail
 
@@ -267,6 +296,51 @@ class DistributedDataParallel {
   decltype(auto) run(F&& f, Where where = Where::current()) {
     return run_at(
         where, [] { return std::function<at::Tensor()>(); }, std::forward<F>(f));
+  }
+
+  /// Forward and backward of one step in shards (DistributedDataParallelOptions::shards, S of
+  /// them): the gradients are those of the mean loss over the samples of all ranks, bit for bit the
+  /// same on any number of ranks up to S, and so is the returned mean loss.
+  ///
+  ///     ddp.run_shards(batch, [](Net& net, const auto& part) {
+  ///       return nll_loss(net->forward(part.first), part.second, /*sum*/);
+  ///     });
+  ///
+  /// `batch`: a tensor, or tensors in containers (tensor_trees.hpp), with the samples of this rank
+  /// in the first dimension, those of its shards one after the other, as the samplers return them
+  /// with the same number of shards. f(module, part) returns the sum of the losses of the shard's
+  /// samples, of which there may be none. It is called once for each shard of this rank (S / ranks
+  /// of them, consecutive), the first on this thread with the wrapped module, the others on threads
+  /// of their own, at the same time, with copies of it (Module::clone) that share its parameters;
+  /// in it default_group() is the group of the S shards, and training batch normalisation is over
+  /// the samples of all shards, in layers converted or not (a SyncBatchNormScope is open). What f
+  /// writes to members of the module that are not buffers stays in the copy.
+  ///
+  /// Collective. In no_sync() it only accumulates. Where ranks are threads or processes of one
+  /// host. UsageError on every rank: a rank has other samples than those of its shards. UsageError
+  /// of the rank, which the others get as a refused call: layers with a group of their own;
+  /// modules, parameters or buffers added since this object was made; another number of intra-op
+  /// threads than shard_threads; random numbers drawn from torch's generator meanwhile (in f, or by
+  /// a worker that loads data); buffers that differ between the shards of a rank; a backward
+  /// outside this call. MismatchError when this object is made: ranks with other options,
+  /// instruction sets, settings of libtorch that change its arithmetic, or versions of it. An
+  /// exception that leaves f ends the group of the shards: the others get PeerFailed, and all make
+  /// a new object. forward is for evaluation then.
+  template <class Batch, class F>
+  double run_shards(const Batch& batch, F&& f, Where where = Where::current()) {
+    static_assert(detail::kHasTensors<Batch>,
+                  "lockstep: run_shards takes a batch of tensors: a tensor, or a pair, tuple or "
+                  "vector of them");
+    std::vector<Batch> parts;
+    return synchroniser_->run_shards(
+        {.batch = detail::tensors_of(batch),
+         .divide = [&](const auto& sizes) { parts = detail::divide(batch, sizes); },
+         .loss = [&](std::size_t i, torch::nn::Module& copy) -> at::Tensor {
+           using Impl = std::remove_cvref_t<decltype(*module_)>;
+           M mine(std::dynamic_pointer_cast<Impl>(copy.shared_from_this()));
+           return f(mine, parts[i]);
+         }},
+        where);
   }
 
   /// Gradients of forward passes during the lifetime of the result only accumulate locally.

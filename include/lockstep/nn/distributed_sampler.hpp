@@ -30,6 +30,12 @@ struct DistributedSamplerOptions {
   /// Batches that a loader with workers takes before it returns them: its max_jobs, by default
   /// twice its workers. save() leaves them for the rest of the epoch.
   std::size_t n_ahead = 0;
+  /// That of DistributedDataParallelOptions::shards. A rank gets the samples of its shards: of each
+  /// as many as the loader's batch size, one after the other; that is then a shard's, and
+  /// Options::shards times as much that of all ranks. The position in an epoch, saved, is valid for
+  /// any number of ranks. 0: each rank is one. A data set that cannot be divided equally needs pad
+  /// or drop.
+  int shards = 0;
 };
 
 /// This rank's share of the indices of a data set, for torch::data::make_data_loader. Rank r gets
@@ -75,11 +81,14 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
     std::size_t epoch = 0;
     std::size_t n_taken = 0;
     std::vector<std::size_t> n_before{};  // each call of next in this epoch: n_taken then
-    std::vector<std::size_t> indices{};   // of this rank
-    bool is_resumed = false;              // by load: the next reset resumes
+    std::vector<std::vector<std::size_t>> indices{};  // of each shard of this rank
+    bool is_resumed = false;                          // by load: the next reset resumes
   };
 
   Group group() const;
+  int n_shards() const;
+  std::size_t n_samples_of(std::size_t shard) const;
+  std::size_t n_longest() const;
   void begin_epoch(std::size_t epoch);
   void resume_in_the_world();
   std::size_t n_returned() const;

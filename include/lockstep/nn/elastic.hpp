@@ -33,6 +33,9 @@ struct ElasticSamplerOptions {
   /// Into how many parts a step's samples are divided, for gradients that are accumulated over
   /// several calls of backward before one Optimizer::step.
   std::size_t micro_batches = 1;
+  /// That of DistributedDataParallelOptions::shards: a rank gets the samples of its shards, one
+  /// after the other. 0: each rank is one.
+  int shards = 0;
 };
 
 /// The steps of an epoch that are not complete: see ElasticSampler::steps.
@@ -65,10 +68,12 @@ class ElasticSteps {
 /// Which samples each rank takes in each step: a function of the step and of the ranks alone, so
 /// that any number of ranks computes the same steps. Step k of an epoch consists of the positions
 /// k * global_batch to (k + 1) * global_batch - 1 of the epoch's order, which is that of
-/// DistributedSampler; rank r of n takes every n-th of them, from the r-th on. Threads: one.
+/// DistributedSampler; rank r of n, or shard r of n, takes every n-th of them, from the r-th on.
+/// Threads: one.
 class ElasticSampler {
  public:
-  /// Throws UsageError if there are no samples, no step, or no micro-batch.
+  /// Throws UsageError if there are no samples, no step, no micro-batch, or fewer than 0 shards;
+  /// batch, if there are fewer shards than ranks.
   ElasticSampler(std::size_t n_samples, const ElasticSamplerOptions& options);
   std::size_t steps_per_epoch() const noexcept;
   std::size_t epoch_of(std::int64_t step) const noexcept;

@@ -39,6 +39,7 @@ class NamedLayer {
   void set_name(const std::string& name, Naming naming);
   /// As SyncBatchNormOptions::group.
   virtual void set_group(const std::optional<Group>& group) = 0;
+  virtual bool has_group() const = 0;
   /// The group of a training forward on this thread now.
   virtual Group present_group(std::source_location where) const = 0;
 
@@ -162,6 +163,7 @@ class SyncBatchNormImplBase
   void on_replicate(CallbackContext& context, int copy_id) override;
   void on_failure(const std::exception_ptr& error) override;
   void set_group(const std::optional<Group>& group) override;
+  bool has_group() const override { return this->options.group().has_value(); }
   Group present_group(std::source_location where) const override;
   /// Number of training batches so far whose statistics were not finite (see OnNonfinite); the same
   /// on all ranks. Of a module in replicas: in which its copies trained.

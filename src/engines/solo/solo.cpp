@@ -4,6 +4,7 @@
 #include <lockstep/group.hpp>
 #include <vector>
 
+#include "engines/shared/algorithms/host_engine.hpp"
 #include "group/native_engine.hpp"
 
 namespace lockstep::solo {
@@ -47,6 +48,9 @@ class SoloEngine final : public internal::NativeEngine {
     }
   }
 
+  std::vector<std::unique_ptr<Engine>> divide(const Call&, std::span<const int> counts) override {
+    return shared::ranks_of_threads(counts.front());
+  }
   std::unique_ptr<Engine> split(const Call&, int, int) override { return make(); }
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {
     return std::make_unique<Buffer>(call.count);

@@ -4,13 +4,28 @@
 
 #include <lockstep/nn/tensor_ops.hpp>
 
+#include <lockstep/error.hpp>
+
 #include "nn/ddp/reducer.hpp"
+#include "nn/ddp/shards.hpp"
 
 namespace lockstep::nn {
 std::shared_ptr<detail::Synchroniser> detail::make_synchroniser(
     torch::nn::Module& module, const DistributedDataParallelOptions& options,
     std::source_location where) {
+  if (options.shards != 0) return std::make_shared<Shards>(module, options, where);
   return std::make_shared<Reducer>(module, options, where);
+}
+
+std::vector<at::Tensor> detail::copies_of_rows(const at::Tensor& tensor,
+                                               const std::vector<std::int64_t>& sizes) {
+  std::vector<at::Tensor> rows;
+  std::int64_t first = 0;
+  for (const std::int64_t n : sizes) {
+    rows.push_back(tensor.narrow(0, first, n).clone());
+    first += n;
+  }
+  return rows;
 }
 
 namespace {

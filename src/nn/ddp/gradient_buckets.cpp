@@ -178,7 +178,7 @@ void GradientBuckets::register_parameters() {
                                      [&](const Parameter& p) { return p.tensor.is_same(*item); });
     const bool is_same = before != known.end() && before->storage.unsafeGetStorageImpl() ==
                                                       storage_of(*item).unsafeGetStorageImpl();
-    at::Tensor tensor = *item;
+    at::Tensor tensor = values_ == Values::own ? *item : at::empty_like(*item);
     if (!is_same) broadcast(tensor, /*src=*/0, site_.group, {}, site_.where);
     if (!item->requires_grad()) continue;
     Parameter& parameter = parameters_.emplace_back();

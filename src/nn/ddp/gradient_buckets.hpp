@@ -71,10 +71,18 @@ class GradientBuckets {
     std::function<bool()> is_averaged;  // the backward that runs
   };
 
+  /// of_another: the parameters share the memory of another module of this process, whose object
+  /// takes rank 0's values.
+  enum class Values { own, of_another };
+
   /// Empty: see register_parameters().
   GradientBuckets(torch::nn::Module& module, const DistributedDataParallelOptions& options,
-                  const CallSite& site, Callbacks callbacks)
-      : module_(module), options_(options), site_(site), callbacks_(std::move(callbacks)) {}
+                  const CallSite& site, Callbacks callbacks, Values values)
+      : module_(module),
+        options_(options),
+        site_(site),
+        callbacks_(std::move(callbacks)),
+        values_(values) {}
   ~GradientBuckets() { remove_hooks(); }
   GradientBuckets(const GradientBuckets&) = delete;
   GradientBuckets& operator=(const GradientBuckets&) = delete;
@@ -124,6 +132,7 @@ class GradientBuckets {
   const DistributedDataParallelOptions& options_;
   const CallSite& site_;
   const Callbacks callbacks_;
+  const Values values_;
   std::vector<Parameter> parameters_;
   std::vector<ParameterHook> parameter_hooks_;
   std::vector<std::int64_t> order_;  // of the parameters in the buckets

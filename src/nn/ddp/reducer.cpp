@@ -53,15 +53,17 @@ DistributedDataParallelOptions completed(DistributedDataParallelOptions options,
 }  // namespace
 
 Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
-                 std::source_location where)
+                 std::source_location where, OfShard shard)
     : module_(module),
       options_(completed(options, where)),
       checks_fully_(options_.group->check() == Check::full),
+      shard_runs_(shard.runs),
       is_alone_(!options.group && !is_distributed()),
       made_at_(where),
       gradients_(module, options_, site_,
                  {.on_gradient = [this](std::size_t parameter) { on_gradient(parameter); },
-                  .is_averaged = [this] { return synchronises(); }}),
+                  .is_averaged = [this] { return synchronises(); }},
+                 shard.values),
       site_{.group = *options_.group, .where = where} {
   name_layers(module, Naming::on_all_ranks);  // for the errors of SyncBatchNorm
   const Group given = site_.group;
@@ -79,6 +81,11 @@ Reducer::Reducer(torch::nn::Module& module, const DistributedDataParallelOptions
                     gradients_.allocate();
                   });
   });
+}
+
+double Reducer::run_shards(const ShardedStep&, std::source_location where) {
+  throw UsageError(context_of(kOperation, site_.group, where),
+                   "run_shards needs shards: set DistributedDataParallelOptions::shards");
 }
 
 void Reducer::check_world() const {
@@ -170,6 +177,11 @@ void Reducer::prepare() {
 
 void Reducer::on_gradient(std::size_t index) {
   check_world();
+  if (shard_runs_ != nullptr && !*shard_runs_) {
+    throw UsageError(context(),
+                     "this object has shards, whose gradients run_shards averages: no backward "
+                     "outside it; torch::autograd::grad gives gradients to add by hand");
+  }
   lockstep::detail::Collective(kOperation, site_.group, site_.where).run([&] {
     gradients_.parameters()[index].has_accumulated = true;
     if (!synchronises()) return;
@@ -278,9 +290,9 @@ void Reducer::send_complete_buckets() {
 }
 
 void Reducer::finish() {
+  const TraceScope scope("DDP: the last gradients");
+  const at::NoGradGuard no_grad;
   lockstep::detail::Collective(kOperation, site_.group, site_.where).run([&] {
-    const TraceScope scope("DDP: the last gradients");
-    const at::NoGradGuard no_grad;
     for (Parameter& parameter : gradients_.parameters()) {
       if (!parameter.ready) gradients_.copy_to_bucket(parameter);
       parameter.has_accumulated = false;
@@ -302,7 +314,9 @@ void Reducer::finish() {
         gradients_.parameters()[i].frac_without_grad = *flag++;
       }
     }
-    check_same_gradients();
+  });
+  check_same_gradients();  // unguarded: not a refused call on the ranks that had sent all before
+  lockstep::detail::Collective(kOperation, site_.group, site_.where).run([&] {
     const bool rescale =
         join_ && options_.join_divides_by_active && join_->n_active() < site_.group.size();
     for (Parameter& parameter : gradients_.parameters()) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <source_location>
+#include <string_view>
 #include <vector>
 
 #include "nn/ddp/call_site.hpp"
@@ -18,6 +19,12 @@
 #include "nn/ddp/uneven_join.hpp"
 
 namespace lockstep::nn::detail {
+
+/// For a Reducer that is of a shard: see Shards, which it must not outlive.
+struct OfShard {
+  GradientBuckets::Values values = GradientBuckets::Values::own;
+  const bool* runs = nullptr;  ///< whether run_shards does
+};
 
 /// Averages gradients in buckets while backward runs.
 ///
@@ -30,7 +37,7 @@ namespace lockstep::nn::detail {
 class Reducer final : public Synchroniser, public std::enable_shared_from_this<Reducer> {
  public:
   Reducer(torch::nn::Module& module, const DistributedDataParallelOptions& options,
-          std::source_location where);
+          std::source_location where, OfShard shard = {});
 
   std::optional<lockstep::detail::Collective> before_forward(
       const std::optional<std::source_location>& where) override;
@@ -40,6 +47,9 @@ class Reducer final : public Synchroniser, public std::enable_shared_from_this<R
   bool wants_shadow() const override { return join_.has_value() || !shadow_; }
   void set_shadow(std::function<at::Tensor()> shadow) override { shadow_ = std::move(shadow); }
   void add_no_sync(int n) override { n_no_sync_ += n; }
+  double run_shards(const ShardedStep& step, std::source_location where) override;
+  /// Ends the group of the gradients: the other ranks get PeerFailed.
+  void abandon(std::string_view reason) const noexcept { site_.group.abandon(reason); }
   void join(const std::function<void()>& body, const JoinOptions& options,
             std::function<at::Tensor()> example, std::source_location where) override;
 
@@ -91,6 +101,7 @@ class Reducer final : public Synchroniser, public std::enable_shared_from_this<R
   int n_checks_ = 0;  // synchronised backwards left that compare the parameters, after uneven data
   std::uint64_t n_steps_ = 0;
   const bool checks_fully_;
+  const bool* const shard_runs_;
   const bool is_alone_;  // made where there was no world, of an unset group
   const std::source_location made_at_;
   GradientBuckets gradients_;

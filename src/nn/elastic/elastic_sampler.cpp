@@ -5,6 +5,7 @@
 #include <lockstep/nn/elastic.hpp>
 
 #include "nn/ddp/epoch_order.hpp"
+#include "nn/ddp/shard_range.hpp"
 
 namespace lockstep::nn {
 
@@ -68,9 +69,16 @@ std::vector<std::size_t> ElasticSampler::part_of(std::int64_t step, Range range,
     epoch_ = epoch;
   }
   std::vector<std::size_t> mine;
-  for (std::size_t i = range.first + static_cast<std::size_t>(group.rank()); i < range.end;
-       i += static_cast<std::size_t>(group.size())) {
-    mine.push_back(order_[i]);
+  const int n = options_.shards > 0 ? options_.shards : group.size();
+  if (n < group.size()) {
+    throw UsageError(
+        {.operation = "ElasticSampler::batch"},
+        fmt::format("{} shards for {} ranks: expected as many at least", n, group.size()));
+  }
+  for (const std::size_t shard : shards_of(group.rank(), group.size(), n)) {
+    for (std::size_t i = range.first + shard; i < range.end; i += static_cast<std::size_t>(n)) {
+      mine.push_back(order_[i]);
+    }
   }
   return mine;
 }

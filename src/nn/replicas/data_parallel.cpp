@@ -39,10 +39,13 @@ class Replicas {
     check_device(module_->parameters());
     check_device(module_->buffers());
     name_layers(*module_, Naming::on_this_rank);
-    if (devices_.size() > 1) workers_ = std::make_unique<ReplicaThreads>(devices_.size(), where_);
+    if (devices_.size() > 1)
+      workers_ = std::make_unique<ReplicaThreads>(devices_.size(), "DataParallel", where_);
   }
 
-  UsageError usage(const std::string& text) const { return data_parallel_error(where_, text); }
+  UsageError usage(const std::string& text) const {
+    return {{"DataParallel", "", -1, 0, where_}, text};
+  }
   const std::vector<at::Device>& devices() const { return devices_; }
   at::Device output_device() const { return output_device_; }
   std::int64_t dim() const { return dim_; }

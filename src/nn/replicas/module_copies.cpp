@@ -21,17 +21,20 @@ using at::Tensor;
 using torch::nn::Module;
 namespace autograd = torch::autograd::impl;
 
-/// A copy's parameters and buffers share the module's memory. Autograd continues from the copy to
-/// the original's gradients, as in torch::nn::parallel::replicate; the shared version counter
-/// detects an optimizer step between forward and backward.
-void link(const Tensor& copy, const Tensor& original, const at::Device& device) {
+/// A copy's parameters and buffers share the module's memory. For devices autograd continues from
+/// the copy to the original's gradients, as in torch::nn::parallel::replicate; the shared version
+/// counter detects an optimizer step between forward and backward.
+void link(const Tensor& copy, const Tensor& original, const at::Device& device,
+          ModuleCopies::Of of) {
   const at::AutoGradMode with_gradients(true);  // for the copy back from another device
   const Tensor source = original.device() == device ? original : original.to(device);
   autograd::set_gradient_edge(copy, {});
   copy.set_requires_grad(false);
   copy.set_data(source);
   autograd::set_version_counter(copy, autograd::version_counter(source));
-  if (original.requires_grad()) {
+  if (of == ModuleCopies::Of::shards) {
+    copy.set_requires_grad(original.requires_grad());
+  } else if (original.requires_grad()) {
     autograd::set_gradient_edge(copy, autograd::gradient_edge(source));
   }
 }
@@ -109,22 +112,27 @@ void ModuleCopies::prepare(std::size_t n) {
     copies_.clear();
   }
   if (modules != modules_) members_ = members_of(modules);
-  std::vector<Copy> copies = std::exchange(copies_, {});  // none are left if this throws
-  const std::size_t n_linked = copies.size();
-  while (copies.size() < n) copies.push_back(make_copy(modules, parameters, buffers));
-  for (std::size_t i = 0; i < copies.size(); ++i) {
-    const Copy& copy = copies[i];
-    const at::Device device = devices_[i];
+  // If this throws: the next call makes others, but shards belong to a Reducer each.
+  auto drop = c10::make_scope_exit([this] {
+    if (of_ == Of::devices) copies_.clear();
+  });
+  const std::size_t n_linked = copies_.size();
+  while (copies_.size() < n) copies_.push_back(make_copy(modules, parameters, buffers));
+  for (std::size_t i = 0; i < copies_.size(); ++i) {
+    const Copy& copy = copies_[i];
+    const at::Device device = of_ == Of::shards ? at::Device(at::kCPU) : devices_[i];
     const bool elsewhere = !device.is_cpu() && i != 0;  // its copies are valid for one call
     const auto refresh = [&](const Tensor& mine, std::size_t k, const auto& now,
                              const auto& before) {
-      if (i >= n_linked || elsewhere || now[k] != before[k]) link(mine, now[k].tensor, device);
+      if (i >= n_linked || elsewhere || now[k] != before[k]) {
+        link(mine, now[k].tensor, device, of_);
+      }
     };
     for (std::size_t k = 0; k < parameters.size(); ++k) {
       refresh(copy.parameters[k], k, parameters, parameters_);
     }
     for (std::size_t k = 0; k < buffers.size(); ++k) {
-      if (i == 0) {
+      if (i == 0 && of_ == Of::devices) {
         refresh(copy.buffers[k], k, buffers, buffers_);
       } else {
         renew_buffer(copy.buffers[k], buffers[k].tensor, device);
@@ -139,7 +147,7 @@ void ModuleCopies::prepare(std::size_t n) {
   modules_ = modules;
   parameters_ = parameters;
   buffers_ = buffers;
-  copies_ = std::move(copies);
+  drop.release();
 }
 
 /// clone() gives each layer of a copy the value of the parameter that the original has registered,
@@ -163,10 +171,10 @@ void ModuleCopies::tie_members(const Copy& copy, const std::vector<Identity>& pa
     } else if (!original.defined() || original.device() == device) {
       *copy.members[k] = original;
     } else {
-      throw data_parallel_error(
-          where_, fmt::format("a layer's member has been set to a tensor on {} that no module has "
-                              "registered, and there are copies on {}: register it",
-                              original.device().str(), device.str()));
+      throw error(
+          fmt::format("a layer's member has been set to a tensor on {} that no module has "
+                      "registered, and there are copies on {}: register it",
+                      original.device().str(), device.str()));
     }
   }
 }
@@ -175,14 +183,13 @@ void ModuleCopies::tie_members(const Copy& copy, const std::vector<Identity>& pa
 void ModuleCopies::check_copy(const Module& original, const ModulePtr& copy,
                               const std::string& name) const {
   if (!copy || typeid(*copy) != typeid(original)) {
-    throw data_parallel_error(
-        where_, fmt::format("cannot copy the module: the clone of {} is {}; a class derived from "
-                            "{} needs a clone() "
-                            "of its own that returns its type",
-                            name.empty() ? "the module itself, a " + type_of(original)
-                                         : "'" + name + "', a " + type_of(original) + ",",
-                            copy ? "a " + type_of(*copy) : "null",
-                            copy ? type_of(*copy) : "a container of torch's"));
+    throw error(fmt::format(
+        "cannot copy the module: the clone of {} is {}; a class derived from "
+        "{} needs a clone() "
+        "of its own that returns its type",
+        name.empty() ? "the module itself, a " + type_of(original)
+                     : "'" + name + "', a " + type_of(original) + ",",
+        copy ? "a " + type_of(*copy) : "null", copy ? type_of(*copy) : "a container of torch's"));
   }
   const auto expected = original.named_children();
   const auto got = copy->named_children();
@@ -210,9 +217,8 @@ ModuleCopies::Copy ModuleCopies::make_copy(const std::vector<ModulePtr>& modules
   });
   try {
     copy.module = module_->clone();
-  } catch (const c10::Error& error) {
-    throw data_parallel_error(
-        where_, fmt::format("cannot copy the module: {}", error.what_without_backtrace()));
+  } catch (const c10::Error& why) {
+    throw error(fmt::format("cannot copy the module: {}", why.what_without_backtrace()));
   }
   check_copy(*module_, copy.module, "");
   copy.modules = copy.module->modules();
@@ -221,8 +227,7 @@ ModuleCopies::Copy ModuleCopies::make_copy(const std::vector<ModulePtr>& modules
   copy.members = members_of(copy.modules);
   if (copy.modules.size() != modules.size() || copy.parameters.size() != parameters.size() ||
       copy.buffers.size() != buffers.size()) {
-    throw data_parallel_error(
-        where_,
+    throw error(
         fmt::format("the module's clone() has {} modules, {} parameters and {} buffers; the module "
                     "has {}, {} and {}: its reset() must create all of them, and tensors must be "
                     "registered",

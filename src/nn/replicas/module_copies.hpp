@@ -13,26 +13,36 @@
 
 namespace lockstep::nn::detail {
 
-/// A UsageError of DataParallel.
-inline UsageError data_parallel_error(std::source_location where, const std::string& text) {
-  return {{"DataParallel", "", -1, 0, where}, text};
-}
-
-/// The copies of a module on the devices of a DataParallel, which share its memory where they can.
+/// The copies of a module, which share its memory where they can.
 class ModuleCopies {
  public:
   using ModulePtr = std::shared_ptr<torch::nn::Module>;
+  /// devices: of a DataParallel, whose gradients flow into the module's, and whose first copy has
+  /// the module's buffers. shards: parameters are leaves, on the CPU, and buffers each copy's own.
+  enum class Of { devices, shards };
 
-  ModuleCopies(ModulePtr module, std::vector<at::Device> devices, std::source_location where)
-      : module_(std::move(module)), devices_(std::move(devices)), where_(where) {}
+  /// devices: of the copies; of shards none are needed.
+  ModuleCopies(ModulePtr module, std::vector<at::Device> devices, std::source_location where,
+               Of of = Of::devices)
+      : module_(std::move(module)), devices_(std::move(devices)), where_(where), of_(of) {}
 
   /// Makes n copies that match the module as it is now.
   void prepare(std::size_t n);
   const ModulePtr& operator[](std::size_t i) const { return copies_[i].module; }
+  const at::Tensor& parameter(std::size_t i, std::size_t k) const {
+    return copies_[i].parameters[k];
+  }
+  const at::Tensor& buffer(std::size_t i, std::size_t k) const { return copies_[i].buffers[k]; }
   /// Discards the copies.
   void clear() { copies_.clear(); }
 
  private:
+  /// In the name of what makes the copies.
+  UsageError error(const std::string& text) const {
+    const char* const operation = of_ == Of::devices ? "DataParallel" : "DistributedDataParallel";
+    return {{operation, "", -1, 0, where_}, text};
+  }
+
   /// Detects whether a tensor has changed since its copies were linked.
   struct Identity {
     at::Tensor tensor;  ///< also keeps its address from being reused
@@ -69,6 +79,7 @@ class ModuleCopies {
   ModulePtr module_;
   std::vector<at::Device> devices_;
   std::source_location where_;
+  Of of_;
   std::vector<ModulePtr> modules_;
   std::vector<Identity> parameters_, buffers_;
   /// The tensors with which the layers of modules_ compute, which need not be those that they have

@@ -12,6 +12,8 @@
 #include <mutex>
 #include <source_location>
 #include <stop_token>
+#include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -21,28 +23,36 @@ namespace lockstep::nn::detail {
 /// One thread per replica, asleep between rounds.
 class ReplicaThreads {
  public:
-  ReplicaThreads(std::size_t n, std::source_location where) {
+  ReplicaThreads(std::size_t n, std::string_view operation, std::source_location where) {
     threads_.reserve(n);
     for (std::size_t i = 0; i < n; ++i) {
       try {
         threads_.emplace_back([this, i](const std::stop_token& stop) { work(i, stop); });
       } catch (const std::system_error& error) {
-        throw SystemError({"DataParallel", "", -1, 0, where}, error.code().value(),
-                          fmt::format("cannot start thread {} of {}; raise the limit of processes "
-                                      "(ulimit -u) or use fewer devices",
-                                      i + 1, n));
+        throw SystemError(
+            {std::string(operation), "", -1, 0, where}, error.code().value(),
+            fmt::format("cannot start thread {} of {}; raise the limit of processes "
+                        "(ulimit -u) or use fewer {}",
+                        i + 1, n, operation == "DataParallel" ? "devices" : "shards"));
       }
       ::pthread_setname_np(threads_.back().native_handle(), fmt::format("replica-{}", i).c_str());
     }
   }
 
-  /// body(i) on thread i, for i < n; returns when all are done. The body must not throw.
-  void run(std::size_t n, const std::function<void(std::size_t)>& body) {
+  /// body(i) on thread i, for i < n, and meanwhile() on this one; returns when all are done.
+  /// Neither may throw.
+  void run(std::size_t n, const std::function<void(std::size_t)>& body,
+           const std::function<void()>& meanwhile = {}) {
     std::unique_lock lock(mutex_);
     body_ = &body;
     n_wanted_ = n_running_ = n;
     ++round_;
     start_.notify_all();
+    if (meanwhile) {
+      lock.unlock();
+      meanwhile();
+      lock.lock();
+    }
     done_.wait(lock, [this] { return n_running_ == 0; });
   }
 

@@ -2,6 +2,7 @@
 
 #include <lockstep/engine.hpp>
 #include <memory>
+#include <vector>
 
 #include "group/native_engine.hpp"
 #include "record/recorder.hpp"
@@ -29,5 +30,8 @@ class HostEngine : public internal::NativeEngine {
   /// (process_vm_readv).
   virtual std::shared_ptr<TaggedMessages> make_messages(const Call& call) = 0;
 };
+
+/// The engines of n ranks, each for a thread of this process.
+std::vector<std::unique_ptr<Engine>> ranks_of_threads(int n);
 
 }  // namespace lockstep::shared

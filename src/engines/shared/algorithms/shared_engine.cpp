@@ -7,8 +7,10 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <lockstep/error.hpp>
 #include <new>
+#include <numeric>
 #include <string>
 #include <string_view>
 
@@ -149,17 +151,39 @@ std::size_t least_bytes_between_threads(const Channel& channel) {
 
 }  // namespace
 
+SharedEngine::SharedEngine(std::shared_ptr<Membership> membership)
+    : SharedEngine(membership, membership->segment().header().world_channel,
+                   membership->world_rank(), membership->segment().n_ranks()) {}
+
 std::unique_ptr<HostEngine> SharedEngine::join(std::shared_ptr<Membership> membership,
                                                const Call& barrier) {
-  Segment& segment = membership->segment();
-  const std::uint64_t offset = segment.header().world_channel;
-  const int rank = membership->world_rank();
-  auto engine =
-      std::make_unique<SharedEngine>(std::move(membership), offset, rank, segment.n_ranks());
+  auto engine = std::make_unique<SharedEngine>(std::move(membership));
   engine->run(barrier);
-  engine->channel_.membership()->watch_peers();
-  engine->channel_.choose_waiting();
+  engine->look_at_peers();
   return engine;
+}
+
+std::unique_ptr<HostEngine> SharedEngine::of_world(std::shared_ptr<Membership> membership) {
+  auto engine = std::make_unique<SharedEngine>(std::move(membership));
+  engine->look_at_peers();
+  return engine;
+}
+
+std::vector<std::unique_ptr<Engine>> ranks_of_threads(int n) {
+  const auto segment = Segment::for_threads(n);
+  std::vector<int> all(static_cast<std::size_t>(n));
+  std::iota(all.begin(), all.end(), 0);
+  segment->header().world_channel = Channel::make(*segment, all);
+  std::vector<std::shared_ptr<Membership>> memberships;
+  for (const int rank : all) memberships.push_back(std::make_shared<Membership>(segment, rank));
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (auto& membership : memberships) engines.push_back(SharedEngine::of_world(membership));
+  return engines;
+}
+
+void SharedEngine::look_at_peers() {
+  channel_.membership()->watch_peers();
+  channel_.choose_waiting();
 }
 
 SharedEngine::SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank,
@@ -199,6 +223,31 @@ std::unique_ptr<HostEngine> SharedEngine::split_host(const Call& call, int color
   engine->channel_.choose_waiting();
   channel_.end();
   return engine;
+}
+
+std::vector<std::unique_ptr<Engine>> SharedEngine::divide(const Call& call,
+                                                          std::span<const int> counts) {
+  channel_.begin(call);
+  std::vector<int> world_ranks;
+  for (int r = 0; r < size(); ++r) {
+    const auto n = static_cast<std::size_t>(counts[static_cast<std::size_t>(r)]);
+    world_ranks.insert(world_ranks.end(), n, channel_.world_rank(r));
+  }
+  const int first = std::accumulate(counts.begin(), counts.begin() + rank(), 0);
+  const std::uint64_t offset = reserve_for_all(channel_, call, /*leader=*/0, [&] {
+    return Channel::make(channel_.membership()->segment(), world_ranks);
+  });
+  auto engines = map_on_all(channel_, call, [&] {
+    std::vector<std::unique_ptr<SharedEngine>> mine;
+    for (int i = 0; i < counts[static_cast<std::size_t>(rank())]; ++i) {
+      mine.push_back(std::make_unique<SharedEngine>(channel_.membership(), offset, first + i,
+                                                    static_cast<int>(world_ranks.size())));
+      mine.back()->channel_.choose_waiting();
+    }
+    return mine;
+  });
+  channel_.end();
+  return {std::make_move_iterator(engines.begin()), std::make_move_iterator(engines.end())};
 }
 
 std::unique_ptr<SharedMemory> SharedEngine::allocate(const Call& call) {

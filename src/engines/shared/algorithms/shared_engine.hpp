@@ -52,7 +52,12 @@ class SharedEngine final : public HostEngine {
   static std::unique_ptr<HostEngine> join(std::shared_ptr<Membership> membership,
                                           const Call& barrier);
 
+  /// The same where all ranks have joined already.
+  static std::unique_ptr<HostEngine> of_world(std::shared_ptr<Membership> membership);
+
   SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank, int n_ranks);
+  /// Of the world's channel.
+  explicit SharedEngine(std::shared_ptr<Membership> membership);
 
   std::string_view name() const noexcept override { return "shared"; }
   int rank() const noexcept override { return channel_.rank(); }
@@ -62,6 +67,8 @@ class SharedEngine final : public HostEngine {
   void run_lists(const Call& call) override { run(call); }
   void run(const Call& call) override;
   std::unique_ptr<HostEngine> split_host(const Call& call, int color, int key) override;
+  std::vector<std::unique_ptr<Engine>> divide(const Call& call,
+                                              std::span<const int> counts) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
   void refuse(const Refusal& refusal) noexcept override { channel_.refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }
@@ -78,6 +85,8 @@ class SharedEngine final : public HostEngine {
   std::shared_ptr<TaggedMessages> make_messages(const Call& call) override;
 
  private:
+  /// After all ranks of the world have joined.
+  void look_at_peers();
   void all_reduce(const Call& call);
   void reduce(const Call& call, bool wants_result);
   void reduce_flat(const Call& call, bool wants_result);

@@ -66,7 +66,9 @@ namespace lockstep::shared {
 /// Threads: one at a time.
 class Channel {
  public:
-  /// Reserves a channel for `members` (world ranks); each member then attaches to it.
+  /// Reserves a channel for `members` (world ranks); each member then attaches to it. A world rank
+  /// that is there several times attaches as often, for a thread each: these members share its
+  /// Membership, and are lost with it.
   static std::uint64_t make(Segment& segment, std::span<const int> members);
 
   Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, int rank, int n_ranks);

@@ -312,7 +312,7 @@ bool Membership::all_receive_fences() const {
   return true;
 }
 
-base::WaitPolicy Membership::wait_policy() const {
+base::WaitPolicy Membership::wait_policy(int n_threads) const {
   base::CpuMask together{};
   int quota = INT32_MAX;
   for (int r = 0; r < segment_->n_ranks(); ++r) {
@@ -322,7 +322,7 @@ base::WaitPolicy Membership::wait_policy() const {
       together[i] |= peer.cpus[i].load(std::memory_order_relaxed);
     }
   }
-  return base::WaitPolicy::of_flags(segment_->n_ranks(), base::n_usable_cores(together, quota));
+  return base::WaitPolicy::of_flags(n_threads, base::n_usable_cores(together, quota));
 }
 
 }  // namespace lockstep::shared

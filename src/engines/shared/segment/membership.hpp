@@ -132,8 +132,9 @@ class Membership {
 
   /// Whether base::fence_registered() reaches every rank of the world; all must have joined.
   bool all_receive_fences() const;
-  /// By the cores that the ranks of the world, which have joined, may use together.
-  base::WaitPolicy wait_policy() const;
+  /// By the cores that the ranks of the world, which have joined, may use together, with n_threads
+  /// of them in calls at once.
+  base::WaitPolicy wait_policy(int n_threads) const;
 
  private:
   /// `unknown` if the rank's process is not visible to this process.

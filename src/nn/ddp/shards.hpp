@@ -1,0 +1,100 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <lockstep/group.hpp>
+#include <lockstep/nn/distributed_data_parallel.hpp>
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <string>
+#include <vector>
+
+#include "nn/ddp/reducer.hpp"
+#include "nn/replicas/module_copies.hpp"
+#include "nn/replicas/replica_threads.hpp"
+
+namespace lockstep::nn::detail {
+
+/// The shards of a rank: each is a rank of a group of its own, on a thread with a copy of the
+/// module and a Reducer. The first is the module itself, on the caller's thread.
+///
+/// Why the numbers do not depend on the number of ranks: shard s of S computes what rank s of S
+/// ranks computes, from the same samples in memory of its own, with as many intra-op threads;
+/// every exchange of shards is one of that group, whose reductions add in the order of the tree
+/// over S, whichever process holds a member; and the parameters, one memory per rank, change by the
+/// same gradients in one optimizer. docs/design/023 has the operands of each sum.
+///
+/// Copies share the memory of the parameters and are leaves of their own graphs; gradients and
+/// buffers are their own. Before a step a copy gets the module's buffers, and its gradients, unless
+/// both accumulate (no_sync).
+class Shards final : public Synchroniser {
+ public:
+  Shards(torch::nn::Module& module, const DistributedDataParallelOptions& options,
+         std::source_location where);
+
+  std::optional<lockstep::detail::Collective> before_forward(
+      const std::optional<std::source_location>& where) override;
+  bool wants_outputs() const override { return false; }
+  void after_forward(const std::vector<at::Tensor>& /*outputs*/) override {}
+  bool wants_shadow() const override { return false; }
+  void set_shadow(std::function<at::Tensor()> /*shadow*/) override {}
+  void add_no_sync(int n) override;
+  void join(const std::function<void()>& body, const JoinOptions& options,
+            std::function<at::Tensor()> example, std::source_location where) override;
+  double run_shards(const ShardedStep& step, std::source_location where) override;
+
+ private:
+  /// What the wrapped module consists of.
+  struct Structure {
+    std::vector<ModuleCopies::ModulePtr> modules;
+    std::size_t n_parameters = 0, n_buffers = 0;
+    bool operator==(const Structure&) const = default;
+  };
+  /// A gradient of the module as a step of no_sync left it.
+  struct Accumulated {
+    at::Tensor tensor;  ///< also keeps its address from being reused
+    std::uint32_t version = 0;
+  };
+
+  UsageError usage(std::source_location where, const std::string& text) const;
+  torch::nn::Module& module_of(std::size_t i) { return i == 0 ? module_ : *copies_[i - 1]; }
+  Structure structure() const;
+  /// body(i) for each shard of this rank on its thread, in its group; throws what the first threw.
+  void run(const std::function<void(std::size_t)>& body);
+  /// Ends the groups of this rank's i-th shard, unless all shards throw the error, or have it.
+  void abandon(std::size_t i, const std::exception_ptr& error) const noexcept;
+  void check_options(const DistributedDataParallelOptions& options,
+                     std::source_location where) const;
+  void check_n_threads(std::source_location where) const;
+  void check_before_step(std::source_location where) const;
+  void check_after_step(const at::Tensor& drawn, std::source_location where);
+  void share_gradients(std::source_location where);
+  void forget_groups_of_layers();
+  /// Of each shard of this rank.
+  std::vector<std::int64_t> sizes_of_shards(const std::vector<std::int64_t>& n_samples,
+                                            std::source_location where);
+  double run_one(std::size_t i, const ShardedStep& step, std::source_location where);
+
+  torch::nn::Module& module_;
+  const int n_shards_;
+  const int n_threads_;  ///< intra-op, of each shard
+  const bool is_alone_;  ///< made where there was no world, of an unset group
+  const Group group_;    ///< of the ranks
+  std::size_t n_mine_ = 0;
+  ModuleCopies copies_;
+  Structure structure_;
+  std::vector<Group> groups_;                ///< of the shards, as each of mine
+  std::unique_ptr<ReplicaThreads> threads_;  ///< of all but the first
+  bool runs_ = false;                        ///< run_shards does
+  std::vector<std::shared_ptr<Reducer>> reducers_;
+  int n_no_sync_ = 0;
+  std::optional<std::vector<Accumulated>> accumulated_;  ///< the last step was in no_sync
+  std::int64_t n_samples_ = 0;                           ///< of the step, on all ranks
+};
+
+}  // namespace lockstep::nn::detail
