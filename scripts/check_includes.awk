@@ -111,7 +111,7 @@ folder != "" && line ~ /^ *# *include/ {
     breach("engines/shared/" folder " may not include " header " (it may: " may["engines/shared/" folder] ")")
 }
 
-library && line ~ /getenv *\(/ && FILENAME !~ /^src\/world\// {
+library && line ~ /(^|[^a-z_])(secure_)?getenv *\(/ && FILENAME !~ /^src\/world\// {
   breach("getenv outside world: pass the value of Env or World, or use internal::variable")
 }
 

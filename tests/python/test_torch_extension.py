@@ -1,6 +1,7 @@
 """lockstep_torch._torch: compiled for one torch, loaded when it is used."""
 
 import importlib.util
+import os
 import platform  # noqa: F401 - changed by its name
 import subprocess
 import sys
@@ -72,9 +73,7 @@ assert "lockstep" in dist.Backend.backend_list and "lockstep" not in sys.modules
 """)
 
 
-@pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="UndefinedBehaviorSanitizer's reports name the sources"
-)
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="UndefinedBehaviorSanitizer's reports name the sources")
 def test_the_binary_names_no_folder_in_which_it_was_compiled():
     folder = Path(torch.__file__).parent
     (binary,) = Path(importlib.util.find_spec("lockstep_torch").origin).parent.glob("_torch*.so")

@@ -10,8 +10,8 @@
 #include <torch/version.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cfenv>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <lockstep/detail/collective.hpp>
@@ -32,6 +32,7 @@
 #include "nn/ddp/shard_range.hpp"
 #include "nn/error.hpp"
 #include "world/session.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep::nn::detail {
 namespace {
@@ -46,8 +47,8 @@ at::Tensor generator_state() {
 }
 
 bool flushes_denormal_numbers() {
-  const volatile float smallest = std::numeric_limits<float>::min();
-  return smallest / 2 == 0;
+  const std::atomic<float> smallest = std::numeric_limits<float>::min();  // not a constant
+  return smallest.load() / 2 == 0;
 }
 
 /// What the bits of a step depend on, beside its operands.
@@ -70,8 +71,7 @@ std::vector<std::string> arithmetic_here(const DistributedDataParallelOptions& o
     lines.push_back("ATen's " + config.substr(begin, config.find('\n', begin) - begin));
   }
   for (const char* name : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR"}) {
-    const char* const value = std::getenv(name);
-    lines.push_back(fmt::format("{}={}", name, value == nullptr ? "" : value));
+    lines.push_back(fmt::format("{}={}", name, internal::variable(name).value_or("")));
   }
   return lines;
 }
