@@ -217,7 +217,8 @@ std::vector<Group> NativeGroup::divide(const Group& group, std::span<const int> 
       auto child = std::make_shared<GroupState>(std::move(part), name, state.timeout(),
                                                 state.recorder(), state.check());
       child->share_membership(state);
-      groups.push_back(Group(std::move(child)));
+      Group one(std::move(child));
+      groups.push_back(std::move(one));
     }
     engine.run(barrier_of(call));  // either all ranks have their groups, or this group ends
   });
