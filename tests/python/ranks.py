@@ -60,9 +60,12 @@ def show_pid():
 
 
 def interrupt_when_it_waits():
+    """Where it has slept at 20 looks in turn: on the way to the call a thread that starts, or a lock, lets it sleep, too."""
     wait_for("pid")
     pid = int(Path("pid").read_text())
-    while Path(f"/proc/{pid}/wchan").read_text() == "0":
+    n_asleep = 0
+    while n_asleep < 20:
+        n_asleep = 0 if Path(f"/proc/{pid}/wchan").read_text() == "0" else n_asleep + 1
         time.sleep(0.01)
     os.kill(pid, signal.SIGINT)
 
