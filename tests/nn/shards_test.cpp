@@ -372,10 +372,13 @@ TEST(ShardsTest, gradients_that_accumulate_may_only_be_cleared) {
     for (at::Tensor& parameter : net->parameters()) parameter.mutable_grad().zero_();
     ddp.run_shards(two_of_each(), sum_of);
     EXPECT_TRUE(net->parameters()[0].grad().equal(once));
+    const auto version = net->parameters()[0].grad()._version();
     net->parameters()[0].mutable_grad().mul_(0.5);
     expect_contains(usage_error([&] { ddp.run_shards(two_of_each(), sum_of); }),
                     "the gradient of 0.weight has been changed");
-    net->parameters()[0].mutable_grad() = once.clone();  // of the same version
+    at::Tensor other = once.clone();
+    while (other._version() < version) other.add_(0);
+    net->parameters()[0].mutable_grad() = other;
     expect_contains(usage_error([&] { ddp.run_shards(two_of_each(), sum_of); }),
                     "the gradient of 0.weight has been changed");
   });
