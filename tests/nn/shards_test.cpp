@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cerrno>
 #include <cstring>
 #include <functional>
 #include <lockstep/dist.hpp>
@@ -226,6 +227,27 @@ TEST(ShardsRefusalTest, steps_that_are_no_step_of_all_shards_are_named) {
                  }));
 }
 
+TEST(ShardsRefusalTest, what_each_shard_would_do_to_shared_parameters_is_named) {
+  expect_refused("changed parameter 0.weight", [](auto& net) {
+    DistributedDataParallel ddp(net, {.shards = 2});
+    ddp.run_shards(two_of_each().narrow(0, 0, 1), [](auto& mine, const at::Tensor& images) {
+      {
+        const at::NoGradGuard no_grad;
+        mine->parameters()[0].add_(0);
+      }
+      return sum_of(mine, images);
+    });
+  });
+  expect_refused("called in the function of run_shards", [](auto& net) {
+    DistributedDataParallel ddp(net, {.shards = 4});
+    ddp.run_shards(two_of_each(), [&](auto& mine, const at::Tensor& images) {
+      ddp.run_shards(images, sum_of);
+      return sum_of(mine, images);
+    });
+  });
+  expect_refused("-1 shards", [](auto&) { ElasticSampler(8, {.global_batch = 4, .shards = -1}); });
+}
+
 /// The others get it as a refused call, at once.
 TEST(ShardsRefusalTest, a_rank_that_refuses_alone_is_named_to_the_others) {
   on_ranks(2, [](int rank) {
@@ -291,6 +313,27 @@ TEST(ShardsRefusalTest, a_shard_that_throws_ends_the_backward_of_the_others) {
       expect_contains(test::thrown<PeerFailed>(run), "rank 3 failed: no such image");
     }
     barrier();  // the ranks' own group goes on
+  });
+}
+
+/// An Error too, if it is none of the shards' groups.
+TEST(ShardsRefusalTest, an_error_of_something_else_ends_the_step_of_the_others) {
+  on_ranks(2, [](int rank) {
+    torch::set_num_threads(1);
+    torch::nn::Sequential net(torch::nn::Linear(5, 2));
+    DistributedDataParallel ddp(net, {.shards = 4});
+    const auto run = [&] {
+      ddp.run_shards(Random(3).normal({4, 5}, at::kFloat),
+                     [](auto& mine, const at::Tensor& images) {
+                       if (get_rank() == 3) throw SystemError({}, ENOENT, "no such file");
+                       return sum_of(mine, images);
+                     });
+    };
+    if (rank == 1) {
+      EXPECT_THROW(run(), SystemError);
+    } else {
+      expect_contains(test::thrown<PeerFailed>(run), "rank 3 failed: no such file");
+    }
   });
 }
 
@@ -376,12 +419,75 @@ TEST(ShardsTest, gradients_that_accumulate_may_only_be_cleared) {
     net->parameters()[0].mutable_grad().mul_(0.5);
     expect_contains(usage_error([&] { ddp.run_shards(two_of_each(), sum_of); }),
                     "the gradient of 0.weight has been changed");
-    at::Tensor other = once.clone();
+    at::Tensor other = once * 3;
     while (other._version() < version) other.add_(0);
     net->parameters()[0].mutable_grad() = other;
     expect_contains(usage_error([&] { ddp.run_shards(two_of_each(), sum_of); }),
                     "the gradient of 0.weight has been changed");
   });
+}
+
+/// Clipping goes through data(), which has versions of its own.
+TEST(ShardsTest, gradients_that_accumulate_may_not_be_clipped) {
+  for (const int n : {1, 4}) {
+    on_ranks(n, [n](int) {
+      torch::set_num_threads(1);
+      auto net = make_net(/*seed=*/1);
+      DistributedDataParallel ddp(net, {.shards = 4});
+      const auto accumulating = ddp.no_sync();
+      const auto run = [&] { ddp.run_shards(two_of_each().narrow(0, 0, 4 / n), sum_of); };
+      run();
+      torch::nn::utils::clip_grad_norm_(net->parameters(), 1e-3);
+      expect_contains(usage_error(run), "has been changed");
+    });
+  }
+}
+
+/// A layer that some shards use, in a step that accumulates; and rows of an embedding.
+TEST(ShardsTest, gradients_that_some_shards_have) {
+  const auto trained = [](int n, bool is_sparse) {
+    std::uint64_t hash = 0;
+    on_ranks(n, [&](int rank) {
+      torch::set_num_threads(1);
+      auto other = make_net(/*seed=*/1);  // for its lock and barrier
+      torch::nn::Sequential net;
+      if (is_sparse) {
+        net->push_back(torch::nn::Embedding(torch::nn::EmbeddingOptions(7, 3).sparse(true)));
+      } else {
+        net->push_back(torch::nn::Linear(5, 3));
+        net->push_back(torch::nn::Linear(3, 3));
+      }
+      {
+        const at::NoGradGuard no_grad;
+        for (at::Tensor& parameter : net->parameters()) parameter.fill_(0.3);
+      }
+      DistributedDataParallel ddp(net, {.find_unused_parameters = true, .shards = 4});
+      const auto all =
+          is_sparse ? Random(3).classes(7, 8).view({8, 1}) : Random(3).normal({8, 5}, at::kFloat);
+      const auto run = [&] {
+        ddp.run_shards(all.narrow(0, rank * 8 / n, 8 / n), [](auto& mine, const at::Tensor& part) {
+          if (mine->size() == 1) return mine->forward(part).square().sum();
+          const at::Tensor first = mine[0]->template as<torch::nn::Linear>()->forward(part);
+          if (get_rank() % 2 == 0) return first.sum();
+          return mine[1]->template as<torch::nn::Linear>()->forward(first).sum();
+        });
+      };
+      if (!is_sparse) {
+        const auto accumulating = ddp.no_sync();
+        run();
+      }
+      run();
+      run();
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : net->parameters()) parameter.copy_(parameter.grad().to_dense());
+      if (rank == 0) hash = hash_of(*net);
+    });
+    return hash;
+  };
+  for (const bool is_sparse : {false, true}) {
+    EXPECT_EQ(trained(1, is_sparse), trained(4, is_sparse)) << is_sparse;
+    EXPECT_EQ(trained(2, is_sparse), trained(4, is_sparse)) << is_sparse;
+  }
 }
 
 /// Layers that conversion cannot reach have the statistics of all shards too.

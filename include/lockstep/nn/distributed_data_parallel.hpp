@@ -313,24 +313,28 @@ class DistributedDataParallel {
   /// of them, consecutive), the first on this thread with the wrapped module, the others on threads
   /// of their own, at the same time, with copies of it (Module::clone) that share its parameters;
   /// in it default_group() is the group of the S shards, and training batch normalisation is over
-  /// the samples of all shards, in layers converted or not (a SyncBatchNormScope is open). What f
-  /// writes to members of the module that are not buffers stays in the copy.
+  /// the samples of all shards, in layers converted or not (a SyncBatchNormScope is open; libtorch
+  /// refuses a shard of one sample in a BatchNorm1d that is not converted). Copies are made with
+  /// this object: what f writes to members of the module that are not buffers stays in the copy,
+  /// and members and options of layers that the program changes later, and hooks of parameters, do
+  /// not reach the copies.
   ///
   /// Collective. In no_sync() it only accumulates. Where ranks are threads or processes of one
-  /// host. UsageError on every rank: a rank has other samples than those of its shards. UsageError
-  /// of the rank, which the others get as a refused call: layers with a group of their own;
-  /// modules, parameters or buffers added since this object was made; another number of intra-op
-  /// threads than shard_threads; random numbers drawn from torch's generator meanwhile (in f, or by
-  /// a worker that loads data); buffers that differ between the shards of a rank; a backward
-  /// outside this call. MismatchError when this object is made: ranks with other options,
-  /// instruction sets, settings of libtorch that change its arithmetic, or versions of it. An
-  /// exception that leaves f ends the group of the shards: the others get PeerFailed, and all make
-  /// a new object. forward is for evaluation then.
+  /// host; not of a torch::jit::Module or of parameters. UsageError on every rank: a rank has other
+  /// samples than those of its shards; buffers that differ between shards after f. UsageError of
+  /// the rank, which the others get as a refused call: layers with a group of their own; modules,
+  /// parameters or buffers added since this object was made; another number of intra-op threads
+  /// than shard_threads; random numbers drawn from torch's generator meanwhile (in f, or by a
+  /// worker that loads data); parameters that f changes; a gradient that is changed, but not
+  /// cleared, between steps of no_sync; a backward outside this call. MismatchError when this
+  /// object is made: ranks with other options, instruction sets, settings of libtorch that change
+  /// its arithmetic, or versions of it. An exception that leaves f ends the group of the shards:
+  /// the others get PeerFailed, and all make a new object. forward is for evaluation then.
   template <class Batch, class F>
   double run_shards(const Batch& batch, F&& f, Where where = Where::current()) {
-    static_assert(detail::kHasTensors<Batch>,
-                  "lockstep: run_shards takes a batch of tensors: a tensor, or a pair, tuple or "
-                  "vector of them");
+    static_assert((detail::Tree<Batch>::kHolds & ~detail::kUnordered) == detail::kTensors,
+                  "lockstep: run_shards takes a batch of tensors and nothing else, which it could "
+                  "not divide: a tensor, or a pair, tuple or vector of them");
     std::vector<Batch> parts;
     return synchroniser_->run_shards(
         {.batch = detail::tensors_of(batch),

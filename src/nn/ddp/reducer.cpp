@@ -100,6 +100,7 @@ void Reducer::check_world() const {
 std::optional<lockstep::detail::Collective> Reducer::before_forward(
     const std::optional<std::source_location>& where) {
   check_world();
+  shard_thread_ = std::this_thread::get_id();
   lockstep::detail::Collective(kOperation, site_.group, site_.where).run([&] {
     // In join the same line on all ranks, as LOCKSTEP_CHECK=full requires: some make no forward.
     if (!join_) site_.where = where.value_or(made_at_);
@@ -181,6 +182,11 @@ void Reducer::on_gradient(std::size_t index) {
     throw UsageError(context(),
                      "this object has shards, whose gradients run_shards averages: no backward "
                      "outside it; torch::autograd::grad gives gradients to add by hand");
+  }
+  if (shard_runs_ != nullptr && shard_thread_ != std::this_thread::get_id()) {
+    throw UsageError(context(),
+                     "the function of run_shards used the wrapped module, or another shard's, and "
+                     "not the one that it was given");
   }
   lockstep::detail::Collective(kOperation, site_.group, site_.where).run([&] {
     gradients_.parameters()[index].has_accumulated = true;

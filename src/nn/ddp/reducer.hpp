@@ -12,6 +12,7 @@
 #include <optional>
 #include <source_location>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "nn/ddp/call_site.hpp"
@@ -102,7 +103,8 @@ class Reducer final : public Synchroniser, public std::enable_shared_from_this<R
   std::uint64_t n_steps_ = 0;
   const bool checks_fully_;
   const bool* const shard_runs_;
-  const bool is_alone_;  // made where there was no world, of an unset group
+  std::thread::id shard_thread_;  // of the forward
+  const bool is_alone_;           // made where there was no world, of an unset group
   const std::source_location made_at_;
   GradientBuckets gradients_;
   CallSite site_;  // after the buckets: its group is destroyed first, together with its worker

@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
-#include <cstring>
 #include <limits>
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/dist.hpp>
@@ -26,6 +25,7 @@
 #include <optional>
 #include <string>
 
+#include "base/hash.hpp"
 #include "group/native_engine.hpp"
 #include "group/root_cause.hpp"
 #include "kernels/isa.hpp"
@@ -107,15 +107,28 @@ std::int64_t n_samples_of(const std::vector<at::Tensor>& batch, const ErrorConte
   return n.value_or(0);
 }
 
-/// Also where there are NaNs.
-bool have_same_bytes(const at::Tensor& a, const at::Tensor& b) {
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const at::Tensor x = a.contiguous(), y = b.contiguous();
-  return x.nbytes() == 0 || std::memcmp(x.data_ptr(), y.data_ptr(), x.nbytes()) == 0;
+/// The elements that a gradient has.
+at::Tensor elements_of(const at::Tensor& gradient) {
+  return gradient.is_sparse() ? gradient.coalesce().values() : gradient;
 }
+
+bool is_zero(const at::Tensor& gradient) { return !elements_of(gradient).ne(0).any().item<bool>(); }
 
 std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+/// Whether the other shards throw it too, or have it from their groups.
+bool is_of_all_shards(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError&) {
+    return false;
+  } catch (const Error&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 /// Those of the rank whose shards run.
@@ -203,15 +216,6 @@ Shards::Structure Shards::structure() const {
 }
 
 void Shards::abandon(std::size_t i, const std::exception_ptr& error) const noexcept {
-  try {
-    std::rethrow_exception(error);
-  } catch (const UsageError&) {
-    // Of this shard only.
-  } catch (const Error&) {
-    return;
-  } catch (...) {
-  }
-  // The other shards wait for this one.
   const std::string text = lockstep::detail::Collective::reason_of(error);
   groups_[i].abandon(text);
   if (reducers_[i]) reducers_[i]->abandon(text);
@@ -225,7 +229,7 @@ void Shards::run(const std::function<void(std::size_t)>& body) {
       body(i);
     } catch (...) {
       errors[i] = std::current_exception();
-      abandon(i, errors[i]);
+      if (!is_of_all_shards(errors[i])) abandon(i, errors[i]);
     }
   };
   if (n_mine_ == 1) {
@@ -315,23 +319,43 @@ void Shards::check_before_step(std::source_location where) const {
   }
 }
 
-void Shards::check_after_step(const at::Tensor& drawn, std::source_location where) {
-  if (!drawn.equal(generator_state())) {
+void Shards::check_after_step(std::source_location where) const {
+  if (has_drawn_) {
     throw usage(where,
                 "torch's generator has drawn random numbers meanwhile (dropout, another function "
                 "of torch that draws, or a worker that loads data): which shard draws which "
                 "depends on the number of ranks");
   }
-  const auto buffers = module_.named_buffers();
-  for (std::size_t i = 1; i < n_mine_; ++i) {
-    for (std::size_t k = 0; k < buffers.size(); ++k) {
-      if (have_same_bytes(buffers[k].value(), copies_.buffer(i - 1, k))) continue;
-      throw usage(where, fmt::format("buffer '{}' differs between the shards of this rank: what a "
-                                     "layer learns from its samples outside the gradients must be "
-                                     "of all shards, as SyncBatchNorm's statistics are",
-                                     buffers[k].key()));
-    }
+  if (!changed_parameter_.empty()) {
+    throw usage(where, fmt::format("the function has changed parameter {} (max_norm of an "
+                                   "embedding, an assignment in forward): each shard would do so",
+                                   changed_parameter_));
   }
+  if (!differing_buffer_.empty()) {
+    throw usage(where, fmt::format("buffer '{}' differs between the shards: what a layer learns "
+                                   "from its samples outside the gradients must be of all shards, "
+                                   "as SyncBatchNorm's statistics are",
+                                   differing_buffer_));
+  }
+}
+
+/// The first that is not the same on all shards.
+std::string Shards::differing_buffer(std::size_t i, std::source_location where) {
+  const auto buffers = module_of(i).named_buffers();
+  std::vector<std::uint32_t> mine;
+  for (const auto& item : buffers) {
+    const at::Tensor whole = item.value().contiguous();
+    const std::uint64_t hash = base::hash_of_bytes(whole.data_ptr(), whole.nbytes());
+    mine.push_back(static_cast<std::uint32_t>(hash ^ (hash >> 32)));
+  }
+  const std::size_t n = mine.size();
+  std::vector<std::int64_t> bounds;
+  for (const std::int64_t hash : mine) bounds.insert(bounds.end(), {hash, -hash});
+  groups_[i].all_reduce({bounds.data(), bounds.size(), DType::i64}, ReduceOp::max, {}, where);
+  for (std::size_t k = 0; k < n; ++k) {
+    if (bounds[2 * k] != -bounds[2 * k + 1]) return buffers[k].key();
+  }
+  return {};
 }
 
 /// A copy's gradients are those of the module, whatever the program has done to them: cleared,
@@ -345,9 +369,10 @@ void Shards::share_gradients(std::source_location where) {
     const bool is_cleared = !gradient.defined();
     bool is_zeroed = false;
     if (!is_cleared && accumulated_) {
-      const Accumulated& before = (*accumulated_)[k];
-      if (!gradient.is_same(before.tensor) || version_of(gradient) != before.version) {
-        is_zeroed = !gradient.ne(0).any().item<bool>();
+      // Not by its version: clip_grad_norm_ changes it through data().
+      const at::Tensor& before = (*accumulated_)[k];
+      if (!before.defined() || !elements_of(gradient).equal(elements_of(before))) {
+        is_zeroed = is_zero(gradient);
         if (!is_zeroed) {
           throw usage(where, fmt::format("the gradient of {} has been changed between two steps of "
                                          "no_sync(), in which the shards of this rank add up "
@@ -364,12 +389,28 @@ void Shards::share_gradients(std::source_location where) {
         if (mine.defined()) mine.zero_();
       } else if (accumulated_) {
         continue;
-      } else if (mine.defined()) {
+      } else if (mine.defined() && !mine.is_sparse() && !gradient.is_sparse()) {
         mine.copy_(gradient);
       } else {
         mine = gradient.clone();
       }
     }
+  }
+}
+
+/// A parameter that only a copy has used gets a gradient of zeros, so that clearing it can be seen.
+void Shards::keep_accumulated() {
+  accumulated_.reset();
+  if (n_no_sync_ == 0) return;
+  const at::NoGradGuard no_grad;
+  accumulated_.emplace();
+  const auto parameters = module_.parameters();
+  for (std::size_t k = 0; k < parameters.size(); ++k) {
+    at::Tensor& gradient = parameters[k].mutable_grad();
+    for (std::size_t i = 1; i < n_mine_ && !gradient.defined(); ++i) {
+      if (copies_.parameter(i - 1, k).grad().defined()) gradient = at::zeros_like(parameters[k]);
+    }
+    accumulated_->push_back(gradient.defined() ? gradient.clone() : at::Tensor());
   }
 }
 
@@ -382,6 +423,7 @@ void Shards::forget_groups_of_layers() {
 }
 
 double Shards::run_shards(const ShardedStep& step, std::source_location where) {
+  if (runs_) throw usage(where, "run_shards was called in the function of run_shards");
   std::vector<std::int64_t> n_samples(static_cast<std::size_t>(group_.size()));
   lockstep::detail::Collective(kRunShards, group_, where).run([&] {
     check_before_step(where);
@@ -392,7 +434,7 @@ double Shards::run_shards(const ShardedStep& step, std::source_location where) {
                       where);
   });
   const std::vector<std::int64_t> sizes = sizes_of_shards(n_samples, where);
-  const at::Tensor drawn = generator_state();
+  generator_before_ = generator_state();
   forget_groups_of_layers();
   // Later forwards are the rank's again.
   const auto as_before = c10::make_scope_exit([this] {
@@ -408,26 +450,26 @@ double Shards::run_shards(const ShardedStep& step, std::source_location where) {
     throw;
   }
   run([&](std::size_t i) { losses[i] = run_one(i, step, where); });
-  lockstep::detail::Collective(kRunShards, group_, where).run([&] {
-    check_after_step(drawn, where);
-  });
-  accumulated_.reset();
-  if (n_no_sync_ > 0) {
-    for (const at::Tensor& parameter : module_.parameters()) {
-      const at::Tensor& gradient = parameter.grad();
-      if (!accumulated_) accumulated_.emplace();
-      accumulated_->push_back(gradient.defined() ? Accumulated{gradient, version_of(gradient)}
-                                                 : Accumulated());
-    }
-  }
+  lockstep::detail::Collective(kRunShards, group_, where).run([&] { check_after_step(where); });
+  keep_accumulated();
   return losses.front();
 }
 
 double Shards::run_one(std::size_t i, const ShardedStep& step, std::source_location where) {
   // Its guard would make a refused call of a forward that throws; abandon() ends the groups.
   reducers_[i]->before_forward(where);
+  std::vector<std::uint32_t> versions;  // of the memory that the shards share
+  for (const at::Tensor& parameter : module_of(i).parameters()) {
+    versions.push_back(version_of(parameter));
+  }
   const SyncBatchNormScope scope(groups_[i], where);
-  const at::Tensor sum = step.loss(i, module_of(i));
+  at::Tensor sum;
+  try {
+    sum = step.loss(i, module_of(i));
+  } catch (...) {  // also an Error, of something else
+    if (!internal::is_of_peer(std::current_exception())) abandon(i, std::current_exception());
+    throw;
+  }
   if (!sum.defined() || sum.numel() != 1) {
     throw usage(where,
                 "the function must return the sum of the losses of the shard's samples, a "
@@ -438,6 +480,18 @@ double Shards::run_one(std::size_t i, const ShardedStep& step, std::source_locat
   // The Reducer takes the mean over the shards.
   (sum * (n_shards_ / n_samples)).backward();
   groups_[i].all_reduce({&mean, 1, DType::f64}, ReduceOp::sum, {}, where);
+  // All functions have returned; and until the next call has, no rank goes on, and draws.
+  if (i == 0) {
+    has_drawn_ = !generator_before_.equal(generator_state());
+    changed_parameter_.clear();
+    const auto parameters = module_.named_parameters();
+    for (std::size_t k = 0; k < parameters.size(); ++k) {
+      if (version_of(parameters[k].value()) != versions[k])
+        changed_parameter_ = parameters[k].key();
+    }
+  }
+  const std::string differing = differing_buffer(i, where);
+  if (i == 0) differing_buffer_ = differing;
   return mean;
 }
 

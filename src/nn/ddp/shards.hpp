@@ -55,25 +55,21 @@ class Shards final : public Synchroniser {
     std::size_t n_parameters = 0, n_buffers = 0;
     bool operator==(const Structure&) const = default;
   };
-  /// A gradient of the module as a step of no_sync left it.
-  struct Accumulated {
-    at::Tensor tensor;  ///< also keeps its address from being reused
-    std::uint32_t version = 0;
-  };
-
   UsageError usage(std::source_location where, const std::string& text) const;
   torch::nn::Module& module_of(std::size_t i) { return i == 0 ? module_ : *copies_[i - 1]; }
   Structure structure() const;
   /// body(i) for each shard of this rank on its thread, in its group; throws what the first threw.
   void run(const std::function<void(std::size_t)>& body);
-  /// Ends the groups of this rank's i-th shard, unless all shards throw the error, or have it.
+  /// Ends the groups of this rank's i-th shard: the others wait for it.
   void abandon(std::size_t i, const std::exception_ptr& error) const noexcept;
   void check_options(const DistributedDataParallelOptions& options,
                      std::source_location where) const;
   void check_n_threads(std::source_location where) const;
   void check_before_step(std::source_location where) const;
-  void check_after_step(const at::Tensor& drawn, std::source_location where);
+  void check_after_step(std::source_location where) const;
+  std::string differing_buffer(std::size_t i, std::source_location where);
   void share_gradients(std::source_location where);
+  void keep_accumulated();
   void forget_groups_of_layers();
   /// Of each shard of this rank.
   std::vector<std::int64_t> sizes_of_shards(const std::vector<std::int64_t>& n_samples,
@@ -93,8 +89,14 @@ class Shards final : public Synchroniser {
   bool runs_ = false;                        ///< run_shards does
   std::vector<std::shared_ptr<Reducer>> reducers_;
   int n_no_sync_ = 0;
-  std::optional<std::vector<Accumulated>> accumulated_;  ///< the last step was in no_sync
-  std::int64_t n_samples_ = 0;                           ///< of the step, on all ranks
+  /// The module's gradients as the last step left them, if it was in no_sync.
+  std::optional<std::vector<at::Tensor>> accumulated_;
+  // Of the step, on this rank; the first and the last on all.
+  std::int64_t n_samples_ = 0;
+  at::Tensor generator_before_;
+  bool has_drawn_ = false;
+  std::string changed_parameter_;
+  std::string differing_buffer_;
 };
 
 }  // namespace lockstep::nn::detail

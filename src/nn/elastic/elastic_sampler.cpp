@@ -14,6 +14,11 @@ ElasticSampler::ElasticSampler(std::size_t n_samples, const ElasticSamplerOption
   if (options.micro_batches == 0) {
     throw UsageError({.operation = "ElasticSampler"}, "micro_batches is 0; expected at least 1");
   }
+  if (options.shards < 0) {
+    throw UsageError(
+        {.operation = "ElasticSampler"},
+        fmt::format("{} shards; expected those of DistributedDataParallel, or 0", options.shards));
+  }
   if (options.global_batch > 0 && steps_per_epoch() > 0) return;
   throw UsageError(
       {.operation = "ElasticSampler"},

@@ -9,6 +9,7 @@
 #include <torch/nn/modules.h>
 
 #include <algorithm>
+#include <cstring>
 #include <lockstep/nn/sync_batch_norm.hpp>
 #include <map>
 #include <mutex>
@@ -39,13 +40,19 @@ void link(const Tensor& copy, const Tensor& original, const at::Device& device,
   }
 }
 
+/// -0 is not 0, and a NaN is itself; of other devices only the values are looked at.
+bool have_same_bits(const Tensor& a, const Tensor& b) {
+  if (!a.is_cpu() || !a.is_contiguous() || !b.is_contiguous()) return a.equal(b);
+  return a.nbytes() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
+}
+
 /// Copies other than the first have buffers of their own: two writers of one would race.
 void renew_buffer(const Tensor& mine, const Tensor& original, const at::Device& device) {
   if (mine.sizes() == original.sizes() && mine.scalar_type() == original.scalar_type() &&
       mine.device() == device) {
     // Only if it changed: an earlier forward's graph may need its current value.
     const Tensor source = original.to(device);
-    if (!mine.equal(source)) mine.copy_(source);
+    if (!have_same_bits(mine, source)) mine.copy_(source);
   } else {
     mine.set_data(original.detach().to(device, original.scalar_type(), /*non_blocking=*/false,
                                        /*copy=*/true));

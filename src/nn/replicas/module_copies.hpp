@@ -32,7 +32,6 @@ class ModuleCopies {
   const at::Tensor& parameter(std::size_t i, std::size_t k) const {
     return copies_[i].parameters[k];
   }
-  const at::Tensor& buffer(std::size_t i, std::size_t k) const { return copies_[i].buffers[k]; }
   /// Discards the copies.
   void clear() { copies_.clear(); }
 
