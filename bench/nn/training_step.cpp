@@ -9,12 +9,14 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
 #include <lockstep/nn/elastic.hpp>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -43,13 +45,13 @@ Sequential convnet() {
   return net;
 }
 
-/// A hash (FNV-1a) of the bytes of all parameters and buffers.
+/// A hash of the bytes of all parameters and buffers.
 std::uint64_t bits_of(const Module& net) {
-  std::uint64_t hash = 0xcbf29ce484222325;
+  std::uint64_t hash = 0;
   const auto add = [&hash](const Tensor& tensor) {
     const Tensor whole = tensor.detach().contiguous();
-    const auto* const bytes = static_cast<const unsigned char*>(whole.data_ptr());
-    for (std::size_t i = 0; i < whole.nbytes(); ++i) hash = (hash ^ bytes[i]) * 0x100000001b3;
+    const std::string_view bytes(static_cast<const char*>(whole.data_ptr()), whole.nbytes());
+    hash = 31 * hash + std::hash<std::string_view>()(bytes);
   };
   for (const Tensor& parameter : net.parameters()) add(parameter);
   for (const Tensor& buffer : net.buffers()) add(buffer);

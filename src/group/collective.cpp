@@ -5,23 +5,9 @@
 
 #include "base/exception.hpp"
 #include "group/group_state.hpp"
+#include "group/root_cause.hpp"
 
 namespace lockstep::detail {
-namespace {
-
-bool is_collective_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const UsageError&) {
-    return false;
-  } catch (const Error&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
-}  // namespace
 
 Collective::Collective(std::string_view operation, const Group& group, std::source_location where,
                        Op op) noexcept
@@ -63,7 +49,7 @@ void Collective::failed(std::string_view reason, bool is_collective_error) const
 void Collective::failed() const noexcept {
   const std::exception_ptr error = std::current_exception();
   try {
-    failed(reason_of(error), is_collective_error(error));
+    failed(reason_of(error), internal::is_collective_error(error));
   } catch (const std::exception&) {
     group_.state_->abandon("an exception left a call, and no memory was left to say which");
   }

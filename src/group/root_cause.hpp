@@ -24,6 +24,19 @@ inline bool is_of_peer(const std::exception_ptr& error) {
   }
 }
 
+/// Whether all ranks throw it, or have it from their group: an Error other than UsageError.
+inline bool is_collective_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const UsageError&) {
+    return false;
+  } catch (const Error&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 /// The index of the first error that reports a failure of its own rank, otherwise of the first
 /// error; errors.size() if all are null.
 inline std::size_t root_cause_of(std::span<const std::exception_ptr> errors) {

@@ -443,6 +443,38 @@ TEST(ShardsTest, gradients_that_accumulate_may_not_be_clipped) {
   }
 }
 
+/// A step that is refused when it is over has accumulated, too.
+TEST(ShardsTest, gradients_accumulate_through_a_refused_step) {
+  const auto accumulated = [](int n) {
+    std::uint64_t hash = 0;
+    on_ranks(n, [&](int rank) {
+      torch::set_num_threads(1);
+      auto net = make_net(/*seed=*/1);
+      DistributedDataParallel ddp(net, {.shards = 4});
+      const at::Tensor all = Random(3).normal({8, 3, 16, 16}, at::kFloat);
+      const at::Tensor mine = all.narrow(0, rank * 8 / n, 8 / n);
+      {
+        const auto accumulating = ddp.no_sync();
+        ddp.run_shards(mine, sum_of);
+        expect_contains(usage_error([&] {
+                          ddp.run_shards(mine, [](auto& copy, const at::Tensor& images) {
+                            at::rand({1});
+                            return sum_of(copy, images);
+                          });
+                        }),
+                        "has drawn random numbers");
+      }
+      ddp.run_shards(mine, sum_of);
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : net->parameters()) parameter.copy_(parameter.grad());
+      if (rank == 0) hash = hash_of(*net);
+    });
+    return hash;
+  };
+  EXPECT_EQ(accumulated(1), accumulated(4));
+  EXPECT_EQ(accumulated(2), accumulated(4));
+}
+
 /// A layer that some shards use, in a step that accumulates; and rows of an embedding.
 TEST(ShardsTest, gradients_that_some_shards_have) {
   const auto trained = [](int n, bool is_sparse) {

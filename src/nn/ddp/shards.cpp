@@ -118,19 +118,6 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-/// Whether the other shards throw it too, or have it from their groups.
-bool is_of_all_shards(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const UsageError&) {
-    return false;
-  } catch (const Error&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
 /// Those of the rank whose shards run.
 std::vector<int> counts_of(int n_shards, const Group& group) {
   std::vector<int> counts;
@@ -229,7 +216,7 @@ void Shards::run(const std::function<void(std::size_t)>& body) {
       body(i);
     } catch (...) {
       errors[i] = std::current_exception();
-      if (!is_of_all_shards(errors[i])) abandon(i, errors[i]);
+      if (!internal::is_collective_error(errors[i])) abandon(i, errors[i]);
     }
   };
   if (n_mine_ == 1) {
@@ -362,6 +349,7 @@ std::string Shards::differing_buffer(std::size_t i, std::source_location where) 
 /// clipped, set by hand. Those that accumulate are sums of their own, which only clearing may
 /// change.
 void Shards::share_gradients(std::source_location where) {
+  if (n_mine_ == 1 && !accumulated_) return;
   const at::NoGradGuard no_grad;
   const auto originals = module_.named_parameters();
   for (std::size_t k = 0; k < originals.size(); ++k) {
@@ -427,7 +415,7 @@ double Shards::run_shards(const ShardedStep& step, std::source_location where) {
   std::vector<std::int64_t> n_samples(static_cast<std::size_t>(group_.size()));
   lockstep::detail::Collective(kRunShards, group_, where).run([&] {
     check_before_step(where);
-    copies_.prepare(n_mine_ - 1);
+    if (n_mine_ > 1) copies_.prepare(n_mine_ - 1);
     share_gradients(where);
     const std::int64_t mine = n_samples_of(step.batch, context_of(kRunShards, group_, where));
     group_.all_gather({&mine, 1, DType::i64}, {n_samples.data(), n_samples.size(), DType::i64}, {},
@@ -450,8 +438,8 @@ double Shards::run_shards(const ShardedStep& step, std::source_location where) {
     throw;
   }
   run([&](std::size_t i) { losses[i] = run_one(i, step, where); });
-  lockstep::detail::Collective(kRunShards, group_, where).run([&] { check_after_step(where); });
   keep_accumulated();
+  lockstep::detail::Collective(kRunShards, group_, where).run([&] { check_after_step(where); });
   return losses.front();
 }
 
@@ -459,8 +447,10 @@ double Shards::run_one(std::size_t i, const ShardedStep& step, std::source_locat
   // Its guard would make a refused call of a forward that throws; abandon() ends the groups.
   reducers_[i]->before_forward(where);
   std::vector<std::uint32_t> versions;  // of the memory that the shards share
-  for (const at::Tensor& parameter : module_of(i).parameters()) {
-    versions.push_back(version_of(parameter));
+  if (i == 0) {
+    for (const at::Tensor& parameter : module_.parameters()) {
+      versions.push_back(version_of(parameter));
+    }
   }
   const SyncBatchNormScope scope(groups_[i], where);
   at::Tensor sum;
@@ -485,9 +475,9 @@ double Shards::run_one(std::size_t i, const ShardedStep& step, std::source_locat
     has_drawn_ = !generator_before_.equal(generator_state());
     changed_parameter_.clear();
     const auto parameters = module_.named_parameters();
-    for (std::size_t k = 0; k < parameters.size(); ++k) {
-      if (version_of(parameters[k].value()) != versions[k])
-        changed_parameter_ = parameters[k].key();
+    for (std::size_t k = 0; k < parameters.size() && changed_parameter_.empty(); ++k) {
+      if (version_of(parameters[k].value()) == versions[k]) continue;
+      changed_parameter_ = parameters[k].key();
     }
   }
   const std::string differing = differing_buffer(i, where);
