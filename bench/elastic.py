@@ -2,7 +2,7 @@
 """Steps per second of a training that loses a rank again and again, of what it makes undisturbed.
 
 usage: ./dev bench elastic [--ranks N] [--seconds S] [--every S] [--json FILE]
-       ./dev bench elastic --losses N [--ranks N] [--limits]
+       ./dev bench elastic --lost-ranks N [--ranks N] [--limits]
        ./dev bench elastic --keep
 
 Three trainings, each for S seconds undisturbed and for S seconds in which every 15 seconds (--every) one of the ranks
@@ -11,7 +11,7 @@ Gloo under `torchrun --max-restarts`, which restarts all ranks from a checkpoint
 The two in Python train one convnet with one global batch; the peer's BatchNorm is each rank's own, because torch has
 no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts.
 
---losses: instead, the time from the death of a rank to the first right all_reduce of each other one, over N losses by
+--lost-ranks: instead, the time from the death of a rank to the first right all_reduce of each other one, over N of them by
 lockstep.regroup and over N / 5 by run_elastic, and its parts; --limits: fails where one is above what docs/howto/elastic.md
 promises.
 --keep: instead, what keeping the state costs in each step, of a network with the tensors of ResNet-18, in Python and C++.
@@ -142,7 +142,7 @@ def go_on_by_hand(log, n_losses):
             lockstep.all_reduce(x)
             assert (x == lockstep.get_world_size()).all()
             n_done += 1
-            words = np.array([lockstep.replacements_wait(), losses.step(n_done, *lockstep.get_dist_info())], np.int32)
+            words = np.array([lockstep.has_waiting_replacements(), losses.step(n_done, *lockstep.get_dist_info())], np.int32)
             lockstep.all_reduce(words, "max")
             lockstep.step_done()
             if words.any():
@@ -213,8 +213,8 @@ def measure_losses(options):
     """Seconds from each death, by part, of each survivor."""
     late = []
     kinds = (
-        ("by_hand", "lockstep.regroup", options.losses, (0.010, 0.100)),
-        ("run_elastic", "run_elastic", max(1, options.losses // 5), (0.050, 0.200)),
+        ("by_hand", "lockstep.regroup", options.lost_ranks, (0.010, 0.100)),
+        ("run_elastic", "run_elastic", max(1, options.lost_ranks // 5), (0.050, 0.200)),
     )
     for kind, name, n_losses, limits in kinds:
         with tempfile.TemporaryDirectory() as folder:
@@ -238,7 +238,7 @@ def measure_losses(options):
                     noticed = former
             passed.setdefault("after it", []).append(former - noticed)
             passed.setdefault("sum", []).append(former - died)
-        print(f"{name}: {n_losses} losses, {len(passed['sum'])} survivors; ms")
+        print(f"{name}: {n_losses} lost ranks, {len(passed['sum'])} survivors; ms")
         for part, seconds in passed.items():
             seconds.sort()
             median, most = seconds[len(seconds) // 2], seconds[int(len(seconds) * 0.99)]
@@ -317,7 +317,7 @@ def measure(name, command, progress, seconds, every):
             time.sleep(0.1)
         first, began, n_kills = newest_step(progress), time.monotonic(), 0
         while (passed := time.monotonic() - began) < seconds:
-            # In the middle of each period, so that the first and the last loss are whole.
+            # In the middle of each period, so that the first and the last lost rank are whole.
             if every and passed > (n_kills + 0.5) * every:
                 ranks = children_of(job.pid)
                 os.kill(ranks[n_kills % len(ranks)], signal.SIGKILL)
@@ -341,13 +341,13 @@ def main():
     parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--every", type=float, default=15)
     parser.add_argument("--json", help="file for the ratios")
-    parser.add_argument("--losses", type=int, help="measure the time from so many losses to going on")
+    parser.add_argument("--lost-ranks", type=int, help="measure the time from so many lost ranks to going on")
     parser.add_argument("--limits", action="store_true", help="fail where it is above what is promised")
     parser.add_argument("--keep", action="store_true", help="measure what keeping the state costs in each step")
     options = parser.parse_args()
     if options.keep:
         return measure_keep()
-    if options.losses:
+    if options.lost_ranks:
         return measure_losses(options)
     lockstep_command = [str(BUILD / "src/cli/lockstep"), "run", "-n", str(options.ranks), "--elastic", "1", "--"]
     this = [sys.executable, str(Path(__file__).resolve()), "ranks"]

@@ -1,6 +1,7 @@
 # What is installed, by component, each of which is a package of LockstepPackages.cmake:
 #   runtime          liblockstep.so.0, the C interface
 #   openmpi, mpich   the module of the mpi engine for each MPI: src/engines/modules.cmake
+#   ucx              the module of the ucx engine
 #   tools            the command
 #   dev              headers, the static library, the CMake package, pkg-config files
 #   nn               the libtorch layer, so that a program of the core needs no libtorch

@@ -17,14 +17,14 @@ bench_growth() {
       return
     fi
     $script simulate "${simulated[@]}"
-    $script draw "$log" docs/growth.md
+    $script draw "$log" docs/scaling.md
   elif [ "$*" = --messages ]; then
     build release growth_messages
-    scripts/growth.py messages $bin/growth_messages docs/growth.md
+    scripts/growth.py messages $bin/growth_messages docs/scaling.md
   elif [ $# -eq 0 ]; then
     need "${valgrind_packages[@]}"
     build release growth_one_host
-    scripts/growth.py one_host $bin/growth_one_host docs/growth.md
+    scripts/growth.py one_host $bin/growth_one_host docs/scaling.md
   else
     die "bench growth: unknown argument ${1} (see ./dev help)"
   fi
@@ -47,11 +47,17 @@ bench_python() { # FILE of bench/ ARGUMENT...
 bench_mpi() {
   need "${launcher_packages[@]}"
   build release lockstep_over_mpi >&2
-  [ "${1:-}" != --hosts ] || set -- --hosts docs/growth.md "${@:2}"
+  [ "${1:-}" != --hosts ] || set -- --hosts docs/scaling.md "${@:2}"
   scripts/over_mpi.py build/release/bench "$@"
 }
 
-# All runs, or those of --only, into the record; then the page, or with --check which goals they reach.
+bench_ucx() { # [BLOCKS]
+  need "${launcher_packages[@]}" ucx-utils
+  build release over-ucx lockstep_cli >&2
+  python3 bench/over_ucx.py build/release "$@"
+}
+
+# All runs, or those of --only, into the record; then the pages, or with --check which goals they reach.
 bench_all() { # [--check] [--only RUN,...]
   local is_check='' only=()
   if [ "${1:-}" = --check ]; then is_check=yes && shift; fi
@@ -69,7 +75,7 @@ bench_all() { # [--check] [--only RUN,...]
   if [ -n "$is_check" ]; then
     scripts/performance.py check "$bench_result" bench/goals.json "${only[@]}"
   else
-    scripts/performance.py draw "$bench_result" docs/performance.md
+    scripts/performance.py draw "$bench_result" docs/performance.md bench/README.md
   fi
 }
 
@@ -81,6 +87,7 @@ command_bench() {
     steps\ *) bench_python training_steps.py "${@:2}" ;;
     elastic\ *) bench_python elastic.py "${@:2}" ;;
     mpi\ *) bench_mpi "${@:2}" ;;
+    ucx\ *) bench_ucx "${@:2}" ;;
     '--diff 3') scripts/performance.py diff "$2" "$3" ;;
     '--check 2') scripts/performance.py check "$2" bench/goals.json ;;
     ' 0' | --*) bench_all "$@" ;;

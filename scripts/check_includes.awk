@@ -1,11 +1,11 @@
 # awk -f check_includes.awk FILE...: which module may include which. One line for each breach; exit code 1.
 #
 # A file belongs to the module that its folder in src/ names, a public header to the module that
-# defines it, as detail/collective.hpp to group. launch.hpp and trace.hpp are group's too: every
+# defines it, as detail/collective.hpp to group. world.hpp and trace.hpp are group's too: every
 # operation takes the default group, and Work traces its waits.
-# types.hpp, elastic.hpp, engine.hpp, env.hpp and detail/time_limit.hpp (interface) know no other file, so that
-# every module may speak of types, calls and their limits, and the values of environment variables,
-# which world/ reads.
+# types.hpp, elastic.hpp, engine.hpp, env.hpp, detail/arguments.hpp and detail/time_limit.hpp
+# (interface) know no other file, so that every module may speak of types, calls and their limits,
+# and the values of environment variables, which world/ reads.
 BEGIN {
   may["interface"] = ""
   may["base"] = ""
@@ -35,8 +35,8 @@ BEGIN {
   may["engines/shared/algorithms"] = "segment protocol"
   may["engines/shared/bootstrap"] = "segment protocol algorithms"
 
-  n = split("types:interface error:interface elastic:interface engine:interface group:group launch:group trace:group env:interface " \
-            "dist:dist objects:dist control:dist detail:dist sync:sync lockstep:umbrella nn:nn " \
+  n = split("types:interface error:interface elastic:interface engine:interface group:group world:group launch:group trace:group env:interface " \
+            "dist:dist objects:dist main_process:dist control:dist detail:dist sync_master:sync sync:sync lockstep:umbrella nn:nn " \
             "lockstep.h:c", pairs, " ")
   for (i = 1; i <= n; ++i) {
     split(pairs[i], pair, ":")
@@ -53,7 +53,7 @@ function breach(text) {
 function module_of(path,   parts, n, name) {
   n = split(path, parts, "/")
   if (path == "lockstep/detail/collective.hpp") return "group"
-  if (path == "lockstep/detail/time_limit.hpp") return "interface"
+  if (path ~ /^lockstep\/detail\/(arguments|time_limit)\.hpp$/) return "interface"
   if (parts[1] == "lockstep") {
     name = parts[2]
     sub(/\.hpp$/, "", name)

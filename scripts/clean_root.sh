@@ -144,7 +144,7 @@ way_pip() {
   begin pip
   run "$apt g++ cmake ninja-build libcli11-dev python3-dev python3-venv" &&
     run 'python3 -m venv /venv && pip install .' &&
-    hello 'lockstep run -n 2 python examples/python/hello.py'
+    hello 'lockstep run -n 2 -- python examples/python/hello.py'
 }
 
 way_wheels() {
@@ -153,12 +153,12 @@ way_wheels() {
   cp -r build/dist "$root/wheels"
   run "$apt python3-venv" &&
     run 'python3 -m venv /venv && pip install --no-index --find-links /wheels lockstep-dist' &&
-    hello 'lockstep run -n 2 python examples/python/hello.py' || return
+    hello 'lockstep run -n 2 -- python examples/python/hello.py' || return
   # That of PyTorch is for the Python of this system.
   [ -z "${RELEASE:-}" ] || return 0
   compgen -G 'build/dist/lockstep_torch-*.whl' >/dev/null || return 0
   run 'pip install /wheels/lockstep_torch-*.whl' &&
-    run 'lockstep run -n 2 python examples/python/train.py --epochs 1' || return
+    run 'lockstep run -n 2 -- python examples/python/train.py --epochs 1' || return
   grep -q '^epoch 1: ' "$log" || fail train.py
 }
 
@@ -174,7 +174,7 @@ way_wheel-from-source() {
     run 'cd /python && ./configure --disable-test-modules OPT=-O1 && make -j"$(nproc)" install' &&
     run '/usr/local/bin/python3.12 -m pip wheel --no-deps --wheel-dir /wheels .' &&
     run 'pip install --no-index --find-links /wheels lockstep-dist' &&
-    hello 'lockstep run -n 2 python examples/python/hello.py' || return
+    hello 'lockstep run -n 2 -- python examples/python/hello.py' || return
   mkdir -p build/wheel/unrepaired && cp "$root"/wheels/lockstep_dist-*.whl build/wheel/unrepaired
 }
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The counting behind docs/growth.md. ./dev bench growth calls it.
+"""The counting behind docs/scaling.md. ./dev bench growth calls it.
 
 one_host PROGRAM PAGE       what a call costs on one host by its number of ranks, counted by valgrind
 messages PROGRAM PAGE       messages and bytes of a call by the number of hosts
@@ -85,8 +85,7 @@ def one_host(program, page):
             tables[name].append(f"| {operation}{' ' + size(n_bytes) if n_bytes else ''} | " +
                                 ' | '.join(cells) + ' |')
     for name, rows in tables.items():
-        put(page, name, '\n'.join([f'| of one rank, by ranks |{header}', '|---|' + '---|' * len(RANKS),
-                                   *rows]))
+        put(name, '\n'.join([f'| of one rank, by ranks |{header}', '|---|' + '---|' * len(RANKS), *rows]), page)
 
 
 def messages(program, page):
@@ -102,18 +101,20 @@ def messages(program, page):
                     if operation == 'statistics' else f'{operation} {size(int(n_bytes))}')
             cells = ''.join(f' {m}, {number(int(b))}B |' for m, b in zip(counts[::2], counts[1::2], strict=True))
             lines.append(f'| {name} |{cells}')
-        put(page, f'host_messages_{mode}', '\n'.join(lines))
+        put(f'host_messages_{mode}', '\n'.join(lines), page)
 
 
-def put(page, name, text):
-    """Between the page's marks of that name."""
-    with open(page) as file:
-        old = file.read()
+def put(name, text, *pages):
+    """Between the marks of that name, which one of the pages has."""
     start, end = f'<!-- {name} -->\n', f'<!-- end of {name} -->'
-    if start not in old or end not in old:
-        sys.exit(f'{page} has no marks for {name}')
-    with open(page, 'w') as file:
-        file.write(old[:old.index(start) + len(start)] + text + '\n' + old[old.index(end):])
+    for page in pages:
+        with open(page) as file:
+            old = file.read()
+        if start in old and end in old:
+            with open(page, 'w') as file:
+                file.write(old[:old.index(start) + len(start)] + text + '\n' + old[old.index(end):])
+            return
+    sys.exit(f"no marks for {name} in {', '.join(pages)}")
 
 
 # --- hosts: what hosts.cpp simulates ---------------------------------------------------------------
@@ -186,7 +187,7 @@ def draw(log, page):
             inside = min(whole - between for whole, between in filter(None, found))
             lines.append(f'| {size(n_bytes)} | {gbits} | ' + ' | '.join(cells) +
                          f' | {microseconds(inside)} |')
-    put(page, 'hosts', '\n'.join(lines))
+    put('hosts', '\n'.join(lines), page)
 
 
 if __name__ == '__main__':

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Steps of training on clusters that SimGrid simulates, for docs/growth.md. ./dev bench growth calls it.
+"""Steps of training on clusters that SimGrid simulates, for docs/scaling.md. ./dev bench growth calls it.
 
 simulate PROGRAM MODULE LOG what steps take; what LOG has of this program already is kept
 draw LOG PAGE               a table of that beside the alpha-beta bound
@@ -172,7 +172,7 @@ def draw(log, page):
                 cells = [f'{times[key] * 1e3:.1f} {above[key]:+.0%}' if key in times else '-'
                          for key in ((n, gbits, step, case) for n in HOSTS)]
                 lines.append(f'| {step} | {gbits} | {case} | ' + ' | '.join(cells) + ' |')
-    put(page, 'steps', '\n'.join(lines))
+    put('steps', '\n'.join(lines), page)
 
 
 if __name__ == '__main__':

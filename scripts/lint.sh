@@ -18,10 +18,11 @@ twice=$(git ls-files 'src/*.[ch]pp' 'src/*.inc' | sed 's#.*/##' | sort | uniq -d
 [ -z "$twice" ] || { echo "more than one file of src/ is called $twice" && bad+=", $now"; }
 
 stage "tests that the documents name"
-awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md docs/howto/programs.md SECURITY.md || bad+=", $now"
+awk -f scripts/check_named_tests.awk $(git ls-files 'tests/*_test.cpp') docs/ddp.md docs/sync_batch_norm.md docs/howto/training_recipes.md SECURITY.md || bad+=", $now"
 
 stage "files that the documents name"
-missing=$(grep -ohE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' *.md docs/*.md docs/*/*.md |
+missing=$(sed -E 's#https://[^ )]*##g' *.md bench/*.md docs/*.md docs/*/*.md |  # not those of other repositories
+  grep -oE '\b(src|include|tests|scripts|examples)/[a-z0-9_/]+\.[a-z]+' |
   sort -u | while IFS= read -r file; do [ -e "$file" ] || echo "$file does not exist"; done)
 [ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
 
@@ -45,6 +46,9 @@ python3 -B scripts/docs/links.py || bad+=", $now"
 
 stage "lines and words of the documents"
 python3 -B scripts/docs/prose.py || bad+=", $now"
+
+stage "messages that failures.md lists"
+python3 -B scripts/docs/messages.py || bad+=", $now"
 
 stage "spelling"
 git ls-files -z --cached --others --exclude-standard '*.md' '*.hpp' '*.h' '*.cpp' '*.py' '*.pyi' '*.sh' dev scripts/help.txt scripts/packages.conf |

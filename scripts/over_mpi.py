@@ -172,7 +172,7 @@ def measure_between_hosts(given):
         for mpi in ('openmpi', 'mpich'):
             if os.path.exists(os.path.join(given.folder, f'over-mpi-{mpi}')):
                 results[n_hosts, n_ranks, mpi] = measure_hosts(given.folder, mpi, n_hosts, n_ranks, given.rate)
-    put(given.hosts, 'hosts_measured', table(results))
+    put('hosts_measured', table(results), given.hosts)
 
 
 def main():

@@ -61,6 +61,13 @@ programs() { # NAME PREFIX
     check "$name: liblockstep.so over $mpi" "${mpirun[@]}" env -u LOCKSTEP_MPI \
       python3 tests/packages/over_mpi.py "$libraries/../liblockstep.so"
   done < <(find "$prefix" -name 'liblockstep-mpi-*.so')
+  on_two_hosts() { # two launchers, as of two hosts
+    local both=(run --nnodes 2 --rdzv 127.0.0.1:29457 -n 1)
+    "$prefix/bin/lockstep" "${both[@]}" --node-rank 1 -- "$dir/hello" ucx &
+    "$prefix/bin/lockstep" "${both[@]}" --node-rank 0 -- "$dir/hello" ucx && wait $!
+  }
+  module=$(find "$prefix" -name 'liblockstep-ucx.so')
+  [ -z "$module" ] || check "$name: hello over ucx" on_two_hosts
 }
 
 # --- CMake's install, then the same moved -----------------------------------------------------------

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The comparison behind docs/performance.md. ./dev bench calls it.
+"""The comparison behind docs/performance.md and bench/README.md. ./dev bench calls it.
 
 measure LOCKSTEP OUT.json [RUN...]  runs bench/compare, and the programs of bench/ that compare by
                             themselves, some 15 minutes; with names only those, and keeps the others
                             of OUT.json. Peers of `./dev setup peers` take part where they are built
-draw OUT.json PAGE          pictures beside the page, and the tables between its marks; the goals as
-                            the other records of bench/results reach them, too
+draw OUT.json PAGE...       each table between its marks in one of the pages, and the picture beside the
+                            first; the goals as the other records of bench/results reach them, too
 check OUT.json GOALS.json [RUN...]  which goals these figures reach, with names only those of these
                             runs; exit code 0 either way
 diff A.json B.json          medians of B over those of A
@@ -30,8 +30,10 @@ import sys
 import tempfile
 import textwrap
 
-from performance_goals import LIMITS, bound, bytes_text, goals_table, judge, library_of, runs_of, time_text
+from growth import put
+from performance_goals import LIMITS, bound, bytes_text, goals_table, judge, library_of, runs_of, time_text, times_of
 
+BENCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'bench')
 COMPARE = 'bench/compare/compare.py'
 MPI = ['--peer', 'openmpi', '--peer', 'mpich', '--peer', 'intelmpi']
 MINIMUM = ['--peer', 'minimum']
@@ -52,19 +54,19 @@ RUNS = {
 }
 TITLES = {
     'small': '2 ranks on 2 cores, small messages',
-    'medium': '2 ranks on 2 cores',
+    'medium': '2 ranks on 2 cores, medium messages',
     'large': '2 ranks on 2 cores, large messages',
     'allocated': '2 ranks on 2 cores, our processes in `allocate`d buffers, touched before each call',
     'oversubscribed_4': '4 ranks on 2 cores',
     'oversubscribed_8': '8 ranks on 2 cores',
     'limits': '2 ranks on 2 cores, beside limits',
-    'c10d': '2 ranks on 2 cores, c10d',
+    'c10d': "2 ranks on 2 cores, PyTorch's Gloo (c10d)",
 }
-# Of these programs' rows, in the page: which, and what they are about.
+# Of programs' rows, in a page: the run, which rows, and what they are about.
 TABLES = {
-    'sync_batch_norm_wheel': ('BatchNorm (.*) (forward|backward)', "PyTorch 2.13's time / ours"),
-    'python': (r'dist\.(.*) (\d+ .?i?B)', "Gloo's time / ours"),
-    'steps': (r'(.*): (.*)', 'images per second'),
+    'sync_batch_norm_wheel': ('sync_batch_norm_wheel', 'BatchNorm (.*) (forward|backward)', "PyTorch 2.13's time / ours"),
+    'python': ('python', r'dist\.(.*) (\d+ .?i?B)', "Gloo's time / ours"),
+    'losses': ('steps', r'(.*): (.*), loss differs by', 'loss differs by'),
 }
 MOST_FOREIGN = 0.1  # share of the cores that other programs may have
 # Of 2 ranks that `lockstep run` starts; they write {"rows": [{"name": ..., "ratio": ...}]}.
@@ -332,21 +334,73 @@ def ratios_table(run, pattern, first):
     names = list(dict.fromkeys(column for cells in table.values() for column in cells))
     lines = [f'| {first} | ' + ' | '.join(names) + ' |', '|---' * (len(names) + 1) + '|']
     for name, cells in table.items():
-        ratios = [f"{cells[column]:{'.0f' if cells[column] >= 100 else '.3g'}}" if column in cells else ''
-                  for column in names]
+        ratios = [number_text(cells[column]) if column in cells else '' for column in names]
         lines.append(f'| {name} | ' + ' | '.join(ratios) + ' |')
     return '\n'.join(lines)
 
 
-def picture_of(run, title, path):
-    """Latencies over sizes, by gnuplot."""
+def number_text(value):
+    return f"{value:{'.0f' if value >= 100 else '.3g'}}"
+
+
+def steps_table(run):
+    """Of the networks, in each language: images per second of ranks beside those of one process."""
+    rates = {tuple(row['name'].split(': ')): row['ratio'] for row in run['rows'] if 'loss' not in row['name']}
+    lines = ['| images per second | 1 process, 2 threads | 2 ranks, 1 thread each | ranks / process | 2 ranks over Gloo |',
+             '|---' * 5 + '|']
+    for network in dict.fromkeys(network for _, network in rates):
+        for language in ('C++', 'Python'):
+            alone, ranks = (rates.get((f'{what}, {language}', network)) for what in ('1 process', 'lockstep'))
+            if alone and ranks:
+                gloo = rates.get(('Gloo', network)) if language == 'Python' else None
+                lines.append(f'| {network}, {language} | {number_text(alone)} | {number_text(ranks)} | '
+                             f"{ranks / alone:.2f} | {number_text(gloo) if gloo else '-'} |")
+    return '\n'.join(lines)
+
+
+def all_reduces(result, *names):
+    """Of these runs: bytes -> us by ours, and by 'peer', the best; of each size in one placement of the cores."""
+    found = {}
+    for row in (row for name in names if name in result['runs'] for row in result['runs'][name]['rows']):
+        placement, times = times_of({}, row['p50_us'])
+        peers = [us for name, us in times.items() if library_of(name) not in ('lockstep', *LIMITS)]
+        if row['operation'] == 'all_reduce' and peers and 'lockstep' in times:
+            ours = {name: us for name, us in times.items() if library_of(name) == 'lockstep'}
+            found[row['bytes']] = {**ours, 'peer': min(peers), 'placement': placement}
+    return found
+
+
+def overview(result):
+    """all_reduce of 2 ranks beside MPI and Gloo: a title and name -> size -> median for the picture, and a table
+    of ratios, each of one run."""
+    of_mpi, of_gloo = all_reduces(result, 'small', 'medium', 'large'), all_reduces(result, 'c10d')
+    curves = {'lockstep': (of_mpi or of_gloo, 'lockstep'), 'lockstep threads': (of_mpi, 'lockstep threads'),
+              'best MPI': (of_mpi, 'peer'), 'Gloo': (of_gloo, 'peer')}
+    table = {name: {('all_reduce', n): row[key] for n, row in rows.items() if key in row}
+             for name, (rows, key) in curves.items()}
+    table = {name: sizes for name, sizes in table.items() if sizes}
+    placements = dict.fromkeys(row['placement'] for rows in (of_mpi, of_gloo) for row in rows.values())
+    title = f"all_reduce, 2 ranks, {' or '.join(placements)}"
+    sizes = [n for n in of_mpi if n in of_gloo] or list(of_mpi or of_gloo)
+    lines = [f'| {title} | ' + ' | '.join(map(bytes_text, sizes)) + ' |', '|---' * (len(sizes) + 1) + '|',
+             '| lockstep, us | ' + ' | '.join(time_text((of_mpi or of_gloo)[n]['lockstep']) for n in sizes) + ' |']
+    for name, rows in (('best MPI', of_mpi), ('Gloo', of_gloo)):
+        if rows:
+            ratios = [number_text(rows[n]['peer'] / rows[n]['lockstep']) for n in sizes]
+            lines.append(f'| {name}, times as long | ' + ' | '.join(ratios) + ' |')
+    return title, table, '\n'.join(lines)
+
+
+def picture_of(table, title, path):
+    """Latencies of all_reduce over sizes, by gnuplot. table: as of columns()."""
+    ticks = ', '.join(f'"{bytes_text(n)}" {n}' for n in (4 << 4 * i for i in range(7)))
     script = ["set terminal svg size 820,420 background rgb 'white' font 'sans-serif,12' noenhanced",
-              f'set output "{path}"', 'set logscale x 2', 'set logscale y', 'set grid',
-              "set ylabel 'median of a call, microseconds'", "set xlabel 'all_reduce, bytes'",
-              "set format x '%.0b %BB'", 'set key outside right',
+              f'set output "{path}"', 'set logscale x', 'set logscale y', 'set grid',
+              "set ylabel 'median of a call, microseconds'", "set xlabel 'size of the message'",
+              f'set xtics ({ticks})', "set format y '%g'", 'set key outside right',
               'set title "' + title.replace('`', '') + '" noenhanced']
     plots, data = [], []
-    for i, (name, sizes) in enumerate(columns(run).items()):
+    for i, (name, sizes) in enumerate(table.items()):
         width = 3 if name.startswith('lockstep') else 1
         plots.append(f"'-' with linespoints lw {width} lt {i + 1} title \"{name}\" noenhanced")
         data += [f'{n} {us}' for (operation, n), us in sizes.items() if operation == 'all_reduce']
@@ -368,30 +422,34 @@ def when(result):
     return '; '.join(days)
 
 
-def draw(result_path, page):
-    result = json.load(open(result_path))
-    text = open(page).read()
-    images = os.path.join(os.path.dirname(page), 'images')
+def blocks_of(result, result_path):
+    """Mark in a page -> what stands there."""
     blocks = {'machine': '{cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}; '.format(
         **result['machine']) + when(result) + '.\n\n' + '\n'.join(textwrap.wrap(
             'Peers: ' + peers_text(result) + '.', 130, break_long_words=False, break_on_hyphens=False))}
     for name, run in result['runs'].items():
-        if name in TABLES:
-            blocks[name] = f"    {run['command']}\n\n" + ratios_table(run, *TABLES[name])
-        if name not in RUNS:
-            continue
-        blocks[name] = (f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}\n\n"
-                        f"![{name}](images/performance_{name}.svg)")
-        picture_of(run, TITLES[name], os.path.join(images, f'performance_{name}.svg'))
-    blocks['goals'] = goals_table(result_path, os.path.join(os.path.dirname(page), '..', 'bench'))
-    for name, block in blocks.items():
-        begin, end = f'<!-- {name} -->', f'<!-- end of {name} -->'
-        pattern = re.compile(re.escape(begin) + '.*?' + re.escape(end), re.S)
-        if not pattern.search(text):
-            sys.exit(f'{page} has no {begin} ... {end}')
-        text = pattern.sub(lambda _, new=f'{begin}\n{block}\n{end}': new, text)
-    with open(page, 'w') as file:
-        file.write(text)
+        if name in RUNS:
+            blocks[name] = f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}"
+        elif name == 'steps':
+            blocks[name] = f"    {run['command']}\n\n{steps_table(run)}"
+    for name, (run, *what) in TABLES.items():
+        if run in result['runs']:
+            blocks[name] = f"    {result['runs'][run]['command']}\n\n" + ratios_table(result['runs'][run], *what)
+    title, curves, table = overview(result)
+    if curves:
+        blocks['overview'] = f'![{title}](images/performance.svg)\n\n{table}'
+    blocks['goals'] = goals_table(result_path, BENCH)
+    return blocks
+
+
+def draw(result_path, *pages):
+    with open(result_path) as file:
+        result = json.load(file)
+    for name, block in blocks_of(result, result_path).items():
+        put(name, block, *pages)
+    title, curves, _ = overview(result)
+    if curves:
+        picture_of(curves, title, os.path.join(os.path.dirname(pages[0]), 'images', 'performance.svg'))
 
 
 def check(result_path, goals_path, *names):
@@ -436,7 +494,6 @@ def diff(path_a, path_b):
 if __name__ == '__main__':
     commands = {'measure': measure, 'draw': draw, 'check': check, 'diff': diff}
     n_arguments = len(sys.argv) - 2
-    takes_names = sys.argv[1:2] in (['measure'], ['check'])
-    if n_arguments < 2 or sys.argv[1] not in commands or (n_arguments > 2 and not takes_names):
+    if n_arguments < 2 or sys.argv[1] not in commands or (n_arguments > 2 and sys.argv[1] == 'diff'):
         sys.exit(__doc__)
     commands[sys.argv[1]](*sys.argv[2:])

@@ -3,6 +3,7 @@ import glob
 import json
 import os
 import re
+from pathlib import Path
 
 LIMITS = ['minimum', 'unchecked']  # candidates of bench/compare that are no peers
 PLACEMENTS = ['same L3', 'same core', 'other L3']  # of the two cores, in the order in which they stand in for one another
@@ -27,13 +28,13 @@ def time_text(us):
 
 def goals_table(result_path, bench):
     """Of this result, and of the records beside it."""
-    goals = json.load(open(os.path.join(bench, 'goals.json')))
+    goals = json.loads(Path(bench, 'goals.json').read_text())
     paths = [result_path] + [path for path in sorted(glob.glob(os.path.join(bench, 'results', '*.json')))
                              if not os.path.samefile(path, result_path)]
     names = [os.path.basename(path).removesuffix('.json') for path in paths]
     lines = ['| goal | must | aim | ' + ' | '.join(names) + ' | command |',
              '|---' * (4 + len(paths)) + '|']
-    verdicts = [judge(json.load(open(path)), goals) for path in paths]
+    verdicts = [judge(json.loads(Path(path).read_text()), goals) for path in paths]
     for goal, *columns in zip(goals, *verdicts, strict=True):
         cells = [f'{text}, {word}' if text != '-' else word for _, text, word in columns]
         lines.append(f"| {goal['goal']} | {bound(goal, 'must')} | {bound(goal, 'aim')} | "

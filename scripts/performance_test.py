@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import unittest
+from pathlib import Path
 
 import performance
 
@@ -156,6 +157,57 @@ class CheckTest(unittest.TestCase):
             '| | lockstep | mpich | minimum | best peer / lockstep | lockstep / minimum | placement |',
             '|---|---|---|---|---|---|---|',
             '| all_reduce 4 B | 1.000 | 2.000 | 0.800 | 2.00 | 1.25 | same L3 |'])
+
+    def test_the_table_of_steps_has_ranks_beside_one_process(self):
+        rates = {'lockstep, Python: net f32': 50.04, 'lockstep, Python: net f32, loss differs by': 9, 'Gloo: net f32': 20,
+                 '1 process, Python: net f32': 100, 'lockstep, C++: net f32': 120, '1 process, C++: net f32': 100,
+                 'lockstep, C++: other f32': 7}
+        run = {'rows': [{'name': name, 'ratio': rate} for name, rate in rates.items()]}
+        self.assertEqual(performance.steps_table(run).splitlines()[2:], [
+            '| net f32, C++ | 100 | 120 | 1.20 | - |',
+            '| net f32, Python | 100 | 50 | 0.50 | 20 |'])
+
+    def test_each_ratio_of_the_overview_is_of_one_run(self):
+        result = {'runs': {
+            'small': {'rows': [
+                {**line(4, lockstep={'same L3': 1, 'other L3': 5}, mpich={'same L3': 4, 'other L3': 6}, minimum={'same L3': 0.1}),
+                 'placement': 'other L3'},
+                line(64, **{'lockstep': {'same L3': 2}, 'lockstep threads': {'same L3': 1.5}, 'mpich, tuned': {'same L3': 3}}),
+                {**line_with(0), 'operation': 'barrier'}]},
+            'c10d': {'rows': [line(4, lockstep={'same L3': 2}, c10d={'same L3': 200})]}}}
+        title, curves, table = performance.overview(result)
+        self.assertEqual(title, 'all_reduce, 2 ranks, same L3')
+        self.assertEqual(curves, {'lockstep': {('all_reduce', 4): 1, ('all_reduce', 64): 2},
+                                  'lockstep threads': {('all_reduce', 64): 1.5},
+                                  'best MPI': {('all_reduce', 4): 4, ('all_reduce', 64): 3}, 'Gloo': {('all_reduce', 4): 200}})
+        self.assertEqual(table.splitlines(), ['| all_reduce, 2 ranks, same L3 | 4 B |', '|---|---|', '| lockstep, us | 1.000 |',
+                                              '| best MPI, times as long | 4 |', '| Gloo, times as long | 100 |'])
+        del result['runs']['c10d']
+        self.assertEqual(performance.overview(result)[2].splitlines()[2:],
+                         ['| lockstep, us | 1.000 | 2.000 |', '| best MPI, times as long | 4 | 1.5 |'])
+        self.assertEqual(performance.overview({'runs': {}})[1], {})
+
+    def test_a_table_goes_to_the_page_that_has_its_marks(self):
+        with tempfile.TemporaryDirectory() as folder:
+            pages = [os.path.join(folder, name) for name in ('a.md', 'b.md')]
+            for page, name in zip(pages, ('first', 'second'), strict=True):
+                with open(page, 'w') as file:
+                    file.write(f'text\n<!-- {name} -->\nold\n<!-- end of {name} -->\nmore\n')
+            performance.put('second', 'new', *pages)
+            with self.assertRaisesRegex(SystemExit, 'no marks for third in .*a.md, .*b.md'):
+                performance.put('third', 'new', *pages)
+            texts = [Path(page).read_text() for page in pages]
+        self.assertEqual(texts, ['text\n<!-- first -->\nold\n<!-- end of first -->\nmore\n',
+                                 'text\n<!-- second -->\nnew\n<!-- end of second -->\nmore\n'])
+
+    def test_the_pages_have_the_figures_of_the_newest_record(self):
+        bench = Path(performance.BENCH).resolve()
+        records = {path: json.loads(path.read_text()) for path in bench.glob('results/*.json')}
+        newest = max(records, key=lambda path: max(run['date'] for run in records[path]['runs'].values()))
+        texts = [(bench.parent / page).read_text() for page in ('docs/performance.md', 'bench/README.md')]
+        for name, block in performance.blocks_of(records[newest], newest).items():
+            marked = f'<!-- {name} -->\n{block}\n<!-- end of {name} -->'
+            self.assertEqual(sum(marked in text for text in texts), 1, f'{name}: draw the pages from {newest}')
 
     def test_peers_that_are_built(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -3,11 +3,11 @@
 
 # What repeats the same code with more ranks or under launchers that are not lockstep's, and what
 # measures: only with --all, as `./dev nightly` does.
-nightly_tests='*64_mebibytes*:*/threads_8:*/processes_8:*/hosts_8:*/gloo_8:*MpiTest.conformance_*:*MpiHostsTest.*'
-nightly_tests+=':*MpiTest.operations_of_the_doctor/openmpi:*MpiTest.*_computes_wrongly/openmpi'
+nightly_tests='*64_mebibytes*:*/threads_8:*/processes_8:*/hosts_8:*/gloo_8:*ModuleTest.conformance_*:*MpiHostsTest.*'
+nightly_tests+=':*ModuleTest.operations_of_the_doctor/openmpi:*ModuleTest.*_computes_wrongly/openmpi'
 nightly_tests+=':*/gloo_4:*/gloo_hosts_4:*no_memory_on_one_rank*/hosts_4:*no_memory_on_one_rank*/processes_4:*MessageLevelsTest.*/ranks_64'
-nightly_tests+=':*MpiTest.there_are_more_groups*/openmpi:*MpiTest.mmengine_cases/openmpi:*MpiTest.an_exchange_that_ended*/openmpi'
-nightly_tests+=':*DataParallelTest.trains_in_f32_*:*TrainingHostsTest.*/2:*TrainingHostsTest.over_open_mpi*:TrainTest.sync_bn_on_2_ranks_*:TrainTest.sync_bn_on_4_ranks_*'
+nightly_tests+=':*ModuleTest.there_are_more_groups*/openmpi:*ModuleTest.mmengine_cases/openmpi:*ModuleTest.an_exchange_that_ended*/openmpi'
+nightly_tests+=':*DataParallelTest.trains_in_f32_*:*TrainingHostsTest.*/2:*TrainingHostsTest.over_open_mpi*:*ShardsHostsTest.*gloo*:RecoveryTest.in_shards_twenty*:TrainTest.sync_bn_on_2_ranks_*:TrainTest.sync_bn_on_4_ranks_*'
 nightly_tests+=':RustBindingTest.*:*SlurmTest.*:LaunchersTest.*torchrun*:LaunchersTest.scripts_*:Bench*:LargeObjectsTest.*'
 
 results=

@@ -301,7 +301,7 @@ def report(options, rows):
                        'shared_memory': options.shared, 'pinned': not options.unpinned,
                        'blocks': options.blocks, 'rows': rows}, file, indent=2)
     if options.svg:
-        performance.picture_of(lines, f'{options.n_ranks} ranks, {options.type}', options.svg)
+        performance.picture_of(performance.columns(lines), f'{options.n_ranks} ranks, {options.type}', options.svg)
 
 
 def main():

@@ -68,15 +68,15 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
       growth::world().start_line->wait();
       return code;
     };
-    changed.poll_control = [](void*, void*, std::size_t, std::int32_t* has_arrived) {
+    changed.transport.poll_control = [](void*, void*, std::size_t, std::int32_t* has_arrived) {
       *has_arrived = 0;
       return int{MPI_SUCCESS};
     };
-    changed.begin = [](void* handle, const lockstep::message::Message* messages,
-                       std::size_t n_messages, void** exchange) {
+    changed.transport.begin = [](void* handle, const lockstep::message::Message* messages,
+                                 std::size_t n_messages, void** exchange) {
       simgrid::s4u::this_actor::sleep_for(static_cast<double>(n_messages) *
                                           growth::seconds_per_message);
-      return lockstep_mpi_without_cost()->begin(handle, messages, n_messages, exchange);
+      return lockstep_mpi_without_cost()->transport.begin(handle, messages, n_messages, exchange);
     };
     return changed;
   }();

@@ -2,8 +2,8 @@
 // threads. Not for use by hand.
 #include <cstdio>
 #include <cstdlib>
-#include <lockstep/launch.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
+#include <lockstep/world.hpp>
 
 #include "cli/bench/lockstep.hpp"
 #include "protocol.hpp"

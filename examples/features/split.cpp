@@ -10,8 +10,8 @@ int main() {
 
   const lockstep::Group row = world.split(/*color=*/rank / 2);
   const lockstep::Group column = world.split(/*color=*/rank % 2);
-  const int row_sum = lockstep::all_reduce_value(rank, lockstep::ReduceOp::sum, row);
-  const int column_sum = lockstep::all_reduce_value(rank, lockstep::ReduceOp::sum, column);
+  const int row_sum = row.all_reduce_value(rank);
+  const int column_sum = column.all_reduce_value(rank);
 
   std::printf("rank %d is rank %d of its row and %d of its column; sums %d and %d\n", rank,
               row.rank(), column.rank(), row_sum, column_sum);

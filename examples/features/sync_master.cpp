@@ -1,7 +1,7 @@
 // The mean of the samples of three workers that have different numbers of samples.
 
 #include <cstdio>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 #include <numeric>
 #include <thread>
 #include <vector>

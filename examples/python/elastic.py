@@ -1,7 +1,7 @@
 """Trains with BatchNorm, loses a rank on the way, and ends with the numbers of one rank.
 
     python elastic.py
-    lockstep run -n 4 --elastic 2 python elastic.py
+    lockstep run -n 4 --elastic 2 -- python elastic.py
 """
 
 import os

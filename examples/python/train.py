@@ -1,7 +1,7 @@
 """Trains a classifier of digits with BatchNorm over any number of ranks, to the numbers of one rank.
 
     python train.py
-    lockstep run -n 4 python train.py
+    lockstep run -n 4 -- python train.py
     torchrun --nproc-per-node 4 train.py
 """
 

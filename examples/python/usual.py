@@ -1,6 +1,6 @@
 """A usual training: SyncBatchNorm, Adam, a schedule, workers, clipping, validation, a checkpoint, and a log of rank 0.
 
-    lockstep run -n 4 python usual.py
+    lockstep run -n 4 -- python usual.py
 
 usual_elastic.py is this program, going on after lost ranks.
 """

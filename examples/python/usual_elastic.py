@@ -1,6 +1,6 @@
 """usual.py, which goes on after lost ranks, and after all of them were lost.
 
-lockstep run -n 4 --elastic 2 python usual_elastic.py
+lockstep run -n 4 --elastic 2 -- python usual_elastic.py
 """
 
 import torch

@@ -5,7 +5,7 @@
 #include <exception>
 #include <filesystem>
 #include <lockstep/env.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <stdexcept>
 
 #include "train.hpp"

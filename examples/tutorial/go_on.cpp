@@ -26,7 +26,7 @@ bool train(State& state, bool is_first_generation) {
     // old one.
     state = {state.first + 1, state.second + sum};
     lockstep::step_done();
-    const int waits = lockstep::replacements_wait() ? 1 : 0;
+    const int waits = lockstep::has_waiting_replacements() ? 1 : 0;
     if (lockstep::all_reduce_value(waits, lockstep::ReduceOp::max) != 0) return false;
   }
   lockstep::barrier();  // no rank leaves before all have finished

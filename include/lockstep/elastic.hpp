@@ -30,7 +30,7 @@ struct Regrouped {
 /// Joins the next generation of the world, with the ranks that are left, in their order, and the
 /// replacements that have started by then. Collective over the ranks of the present one that run.
 /// Call it after PeerLost, PeerFailed or TimeoutError on any group; or on all ranks at the same
-/// place of the program, to let replacements in (replacements_wait()).
+/// place of the program, to let replacements in (has_waiting_replacements()).
 ///
 /// From then on default_group() is the new world, and every group of the former ones is dead: a
 /// call throws PeerLost. Ranks keep their memory; whoever joined has none of it: send it to them.
@@ -61,6 +61,9 @@ bool is_elastic() noexcept;
 
 /// Whether a replacement waits for the ranks to call regroup(). The ranks may see different
 /// answers: reduce them (ReduceOp::max) before acting on one. false if not elastic.
-bool replacements_wait() noexcept;
+bool has_waiting_replacements() noexcept;
+[[deprecated("use has_waiting_replacements")]] inline bool replacements_wait() noexcept {
+  return has_waiting_replacements();
+}
 
 }  // namespace lockstep

@@ -33,6 +33,9 @@ struct Env {
   /// LOCKSTEP_MPI: openmpi|mpich|PATH: the module of the mpi engine, if the launcher's variables do
   /// not identify it. PATH contains a slash.
   std::optional<std::string> mpi;
+  /// LOCKSTEP_UCX: PATH|off: the module of the ucx engine, or that there is none. PATH contains a
+  /// slash. The same on all hosts; `lockstep run` reads it too.
+  std::optional<std::string> ucx;
   /// LOCKSTEP_CHECK: off|light|full, the same on all ranks: what ranks compare of every collective
   /// before they use each other's data. light (default): operation, type, count, root and
   /// reduction. full: also the source line, to detect a barrier that only some ranks call and

@@ -3,11 +3,17 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <numeric>
 #include <source_location>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
+#include <lockstep/detail/arguments.hpp>
+#include <lockstep/detail/collective.hpp>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <lockstep/types.hpp>
 
@@ -20,8 +26,17 @@ class Session;
 class WorkHandle;
 }  // namespace internal
 namespace detail {
-class Collective;
 class Hold;
+
+/// Every rank's count, by rank.
+std::vector<std::size_t> exchange_counts(std::size_t count, const Group& group, Timeout timeout,
+                                         std::source_location where);
+
+/// gather to dst, or all_gather if dst is negative, of data whose sizes differ: one Part per
+/// rank.
+template <class Part>
+std::vector<Part> gather_parts(const ConstElements& data, const Group& group, int dst,
+                               Timeout timeout, std::source_location where);
 }  // namespace detail
 
 /// An asynchronous operation on the group's worker thread.
@@ -76,7 +91,8 @@ class SharedBuffer {
 /// A group of communicating ranks (an MPI communicator). Copyable handle over shared state.
 ///
 /// Every operation is collective (send and recv: on both ends): all ranks call the same operations
-/// in the same order. Buffer sizes are in elements; dist.hpp has the typed forms.
+/// in the same order. Buffer sizes are in elements. dist.hpp has the operations as functions, over
+/// the default group if none is given.
 ///
 /// Errors, for all operations: UsageError; MismatchError, TimeoutError, PeerLost, PeerFailed,
 /// SystemError, EngineError (group is dead: every later call throws the same error).
@@ -182,6 +198,155 @@ class Group {
   [[nodiscard]] Work recv_async(const Elements& data, int src, Timeout timeout = {},
                                 Where where = Where::current()) const;
 
+  /// The same over typed data, which is an ArithmeticRange: any contiguous range of numbers
+  /// (vector, array, span, ...). Output must be neither const nor a temporary that would take the
+  /// result with it. The most likely mistakes fail to compile with a message that says what to do.
+  template <detail::TypedData R>
+  void all_reduce(R&& data, ReduceOp op = ReduceOp::sum, Timeout timeout = {},
+                  Where where = Where::current()) const {
+    all_reduce(detail::written(std::forward<R>(data)), op, timeout, where);
+  }
+  template <detail::TypedData R, detail::NoReduceOp Second = detail::AnyOptions, class... Rest>
+  void all_reduce(R&&, const Second&, Rest&&...) const {
+    detail::explain_op<R, Second>();
+  }
+  template <detail::TypedData R>
+  [[nodiscard]] Work all_reduce_async(R&& data, ReduceOp op = ReduceOp::sum, Timeout timeout = {},
+                                      Where where = Where::current()) const {
+    return all_reduce_async(detail::written_later(std::forward<R>(data)), op, timeout, where);
+  }
+  template <detail::TypedData R, detail::NoReduceOp Second = detail::AnyOptions, class... Rest>
+  Work all_reduce_async(R&&, const Second&, Rest&&...) const {
+    detail::explain_op<R, Second>();
+    return {};
+  }
+  template <detail::TypedData R>
+  void reduce(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum, Timeout timeout = {},
+              Where where = Where::current()) const {
+    reduce(detail::written(std::forward<R>(data)), dst, op, timeout, where);
+  }
+  template <detail::TypedData R>
+  [[nodiscard]] Work reduce_async(R&& data, int dst = 0, ReduceOp op = ReduceOp::sum,
+                                  Timeout timeout = {}, Where where = Where::current()) const {
+    return reduce_async(detail::written_later(std::forward<R>(data)), dst, op, timeout, where);
+  }
+  template <detail::TypedData R>
+  void broadcast(R&& data, int src = 0, Timeout timeout = {},
+                 Where where = Where::current()) const {
+    broadcast(detail::written(std::forward<R>(data)), src, timeout, where);
+  }
+  template <detail::TypedData R>
+  [[nodiscard]] Work broadcast_async(R&& data, int src = 0, Timeout timeout = {},
+                                     Where where = Where::current()) const {
+    return broadcast_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  void all_gather(const In& data, Out&& all, Timeout timeout = {},
+                  Where where = Where::current()) const {
+    all_gather(detail::read(data), detail::written(std::forward<Out>(all)), timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  [[nodiscard]] Work all_gather_async(In&& data, Out&& all, Timeout timeout = {},
+                                      Where where = Where::current()) const {
+    return all_gather_async(detail::read_later(std::forward<In>(data)),
+                            detail::written_later(std::forward<Out>(all)), timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  void scatter(const In& all, Out&& part, int src = 0, Timeout timeout = {},
+               Where where = Where::current()) const {
+    scatter(detail::read(all), detail::written(std::forward<Out>(part)), src, timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  [[nodiscard]] Work scatter_async(In&& all, Out&& part, int src = 0, Timeout timeout = {},
+                                   Where where = Where::current()) const {
+    return scatter_async(detail::read_later(std::forward<In>(all)),
+                         detail::written_later(std::forward<Out>(part)), src, timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  void reduce_scatter(const In& all, Out&& part, ReduceOp op = ReduceOp::sum, Timeout timeout = {},
+                      Where where = Where::current()) const {
+    reduce_scatter(detail::read(all), detail::written(std::forward<Out>(part)), op, timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  [[nodiscard]] Work reduce_scatter_async(In&& all, Out&& part, ReduceOp op = ReduceOp::sum,
+                                          Timeout timeout = {},
+                                          Where where = Where::current()) const {
+    return reduce_scatter_async(detail::read_later(std::forward<In>(all)),
+                                detail::written_later(std::forward<Out>(part)), op, timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  void all_to_all(const In& sent, Out&& received, Timeout timeout = {},
+                  Where where = Where::current()) const {
+    all_to_all(detail::read(sent), detail::written(std::forward<Out>(received)), timeout, where);
+  }
+  template <class In, class Out>
+  requires detail::TwoRanges<In, Out>
+  [[nodiscard]] Work all_to_all_async(In&& sent, Out&& received, Timeout timeout = {},
+                                      Where where = Where::current()) const {
+    return all_to_all_async(detail::read_later(std::forward<In>(sent)),
+                            detail::written_later(std::forward<Out>(received)), timeout, where);
+  }
+  template <detail::TypedData R>
+  void send(const R& data, int dst, Timeout timeout = {}, Where where = Where::current()) const {
+    send(detail::read(data), dst, timeout, where);
+  }
+  template <detail::TypedData R>
+  [[nodiscard]] Work send_async(R&& data, int dst, Timeout timeout = {},
+                                Where where = Where::current()) const {
+    return send_async(detail::read_later(std::forward<R>(data)), dst, timeout, where);
+  }
+  template <detail::TypedData R>
+  void recv(R&& data, int src, Timeout timeout = {}, Where where = Where::current()) const {
+    recv(detail::written(std::forward<R>(data)), src, timeout, where);
+  }
+  template <detail::TypedData R>
+  [[nodiscard]] Work recv_async(R&& data, int src, Timeout timeout = {},
+                                Where where = Where::current()) const {
+    return recv_async(detail::written_later(std::forward<R>(data)), src, timeout, where);
+  }
+  /// The reduction of every rank's value, on all ranks.
+  template <class T>
+  T all_reduce_value(T value, ReduceOp op = ReduceOp::sum, Timeout timeout = {},
+                     Where where = Where::current()) const {
+    if constexpr (Arithmetic<T>) {
+      all_reduce(detail::erase(std::span<T>(&value, 1)), op, timeout, where);
+    } else {
+      static_assert(
+          detail::kNever<T>,
+          "lockstep: a value is a bool, an integer of 8 to 64 bits, Float16, BFloat16, float "
+          "or double: static_cast to one of them; for several use all_reduce, for tensors "
+          "lockstep::nn::all_reduce");
+    }
+    return value;
+  }
+  template <class T, detail::NoReduceOp Second = detail::AnyOptions, class... Rest>
+  T all_reduce_value(T value, const Second&, Rest&&...) const {
+    detail::explain_op<T, Second>();
+    return value;
+  }
+  /// Returns every rank's data, indexed by rank: as vectors, or as strings if data is a
+  /// std::string. Sizes may differ per rank.
+  template <detail::TypedData R>
+  detail::Parts<R> all_gather(const R& data, Timeout timeout = {},
+                              Where where = Where::current()) const {
+    return detail::gather_parts<typename detail::PartOf<R>::Type>(detail::read(data), *this,
+                                                                  /*dst=*/-1, timeout, where);
+  }
+  /// The same on dst; empty elsewhere.
+  template <detail::TypedData R>
+  detail::Parts<R> gather(const R& data, int dst = 0, Timeout timeout = {},
+                          Where where = Where::current()) const {
+    return detail::gather_parts<typename detail::PartOf<R>::Type>(detail::read(data), *this, dst,
+                                                                  timeout, where);
+  }
+
   /// Whether both are handles of the same group, not merely groups of the same ranks.
   friend bool operator==(const Group&, const Group&) = default;
 
@@ -192,5 +357,35 @@ class Group {
   friend class detail::Hold;
   std::shared_ptr<internal::GroupState> state_;
 };
+
+template <class Part>
+std::vector<Part> detail::gather_parts(const ConstElements& data, const Group& group, int dst,
+                                       Timeout timeout, std::source_location where) {
+  using T = typename Part::value_type;
+  const bool wanted = dst < 0 || dst == group.rank();
+  std::vector<std::size_t> counts;
+  std::unique_ptr<T[]> flat;  // a vector<bool> has no elements to point to
+  Collective(name_of(dst < 0 ? Op::all_gather : Op::gather), group, where).run([&] {
+    const TimeLimit limit(timeout);
+    counts = exchange_counts(data.count, group, limit.timeout(), where);
+    const std::size_t n_all = wanted ? std::reduce(counts.begin(), counts.end()) : 0;
+    flat = std::make_unique<T[]>(n_all);
+    const std::span<T> all(flat.get(), n_all);
+    if (dst < 0) {
+      group.all_gather(data, erase(all), counts, limit.timeout(), where);
+    } else {
+      group.gather(data, erase(all), counts, dst, limit.timeout(), where);
+    }
+  });
+  std::vector<Part> parts;
+  if (!wanted) return parts;
+  parts.reserve(counts.size());
+  const T* next = flat.get();
+  for (const std::size_t count : counts) {
+    parts.emplace_back(next, next + count);
+    next += count;
+  }
+  return parts;
+}
 
 }  // namespace lockstep

@@ -1,6 +1,6 @@
 /** @file
  * The C interface of lockstep: C99 and C++. Link with -llockstep (pkg-config lockstep, or the CMake
- * target lockstep::c). docs/binding.md shows it from C, Python and Rust.
+ * target lockstep::c). docs/c_api.md shows it from C, Python and Rust.
  *
  * Results. Every function that returns int returns LOCKSTEP_OK (0) or a lockstep_status; those that
  * return a number instead say so. No function ends the process or lets a C++ exception through. The

@@ -35,8 +35,8 @@
 #include <lockstep/detail/codec.hpp>
 #include <lockstep/dist.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
+#include <lockstep/world.hpp>
 
 /// @file
 /// Collectives over objects. An object is of any type that cereal can serialise (standard
@@ -395,6 +395,11 @@ requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, ReduceOp op = Reduce
     std::copy_n(next, elements.size(), elements.begin());
     next += elements.size();
   }
+}
+template <detail::Dict D>
+requires(!std::is_const_v<D>) void all_reduce_dict(D& dict, const CallOptions& options,
+                                                   Where where = Where::current()) {
+  all_reduce_dict(dict, options.op, detail::group_of(options, where), options.timeout, where);
 }
 
 }  // namespace lockstep

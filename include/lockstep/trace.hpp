@@ -16,7 +16,7 @@ struct TraceEvent;
 ///     { const lockstep::TraceScope scope("optimizer"); optimizer.step(); }
 ///
 /// name: copied and truncated to 40 bytes. Scopes of a thread nest. Never throws or allocates; see
-/// docs/seeing.md for its cost.
+/// docs/observability.md for its cost.
 /// Threads: those that belong to a rank (init_dist or run_ranks); does nothing on other threads.
 class TraceScope {
  public:

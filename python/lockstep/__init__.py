@@ -5,7 +5,7 @@
     x = numpy.full(3, lockstep.get_rank() + 1.0)
     lockstep.all_reduce(x)                     # the sum over all ranks, in place
 
-`lockstep run -n 4 python program.py` starts four ranks on this machine; torchrun, srun and mpirun do too.
+`lockstep run -n 4 -- python program.py` starts four ranks on this machine; torchrun, srun and mpirun do too.
 Functions that communicate take `group` (default: the world) and `timeout` (seconds or a
 datetime.timedelta; default: the group's). Their errors are those of lockstep.errors.
 """
@@ -26,7 +26,6 @@ from ._core import (
     is_elastic,
     local_group,
     main_process_first,
-    replacements_wait,
     step_done,
     sync_random_seed,
 )
@@ -45,10 +44,12 @@ from ._world import (
     get_local_size,
     get_rank,
     get_world_size,
+    has_waiting_replacements,
     infer_launcher,
     init_dist,
     is_main_process,
     regroup,
+    replacements_wait,
 )
 from .errors import EngineError, Error, MismatchError, PeerFailed, PeerLost, UsageError
 from .errors import TimeoutError as TimeoutError
@@ -88,6 +89,7 @@ __all__ = [
     "get_local_size",
     "get_rank",
     "get_world_size",
+    "has_waiting_replacements",
     "infer_launcher",
     "init_dist",
     "is_distributed",
@@ -104,13 +106,15 @@ __all__ = [
 
 
 if TYPE_CHECKING:
+    from . import mmengine as mmengine
     from . import nn as nn
+    from . import sync_batchnorm as sync_batchnorm
     from . import torch as torch
 else:
 
     def __getattr__(name):
-        """lockstep.nn and lockstep.torch, which import torch, at their first use."""
-        if name in ("nn", "torch"):
+        """The modules that import torch, at their first use."""
+        if name in ("mmengine", "nn", "sync_batchnorm", "torch"):
             try:
                 return importlib.import_module(f"lockstep.{name}")
             except ImportError as error:  # hasattr and getattr with a default take no other

@@ -54,7 +54,7 @@ def regroup(timeout: _Timeout) -> tuple[int, int, int, list[tuple[int, int, str]
 def step_done() -> None:
     """Tells the launcher that this rank has completed a step: call it after each.
 
-    If three generations in a row end by a loss or an error before a step was completed, the job ends; and the delay
+    If three generations in a row end by a lost rank or an error before a step was completed, the job ends; and the delay
     before a replacement, doubled each time, begins anew. Does nothing if not elastic.
     """
 
@@ -72,9 +72,9 @@ def is_beside_elastic() -> bool:
     """
 
 def is_elastic() -> bool:
-    """Whether `lockstep run --elastic` has started this rank, and it has joined the world: then regroup() goes on after a loss."""
+    """Whether `lockstep run --elastic` has started this rank, and it has joined the world: then regroup() goes on after a lost rank."""
 
-def replacements_wait() -> bool:
+def has_waiting_replacements() -> bool:
     """Whether a replacement waits for the ranks to call regroup(). The ranks may see different answers: reduce
     them (op "max") before acting on one. False if not elastic.
     """

@@ -166,13 +166,13 @@ def run_elastic(state: ElasticState, train: Callable[[], Any], *, timeout: _worl
     optimizers and schedulers must be. get_rank() is 0 on every rank before. When it has returned, no rank is
     protected any more: the end of one is no matter for the others.
 
-    A loss is a PeerLost, PeerFailed or TimeoutError that leaves train. Any other exception leaves run_elastic; for
+    A lost rank is a PeerLost, PeerFailed or TimeoutError that leaves train. Any other exception leaves run_elastic; for
     the others this rank is then lost, when its process ends. UsageError on every rank if a step that is not complete
     has changed parameters, by an optimizer, and there is no snapshot; EngineError if the launcher ends the
     job, because too few ranks are left, or if all ranks that had the state are lost, and no file has it; the error itself if
     three attempts in a row end by one without a step, and without a rank that was lost or joined. A replacement whose parts do
     not fit the state raises UsageError and ends; the others go on. Where nobody keeps the world running
-    (another launcher, `lockstep run` without --elastic), this is an ordinary training of which a loss is the end. The
+    (another launcher, `lockstep run` without --elastic), this is an ordinary training which a lost rank ends. The
     process stays in the world and in the default group. A program calls it once: a replacement begins with the first
     call, which is a UsageError beside a second one.
     timeout: of the world's operations, as for init_dist.

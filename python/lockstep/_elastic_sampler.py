@@ -133,7 +133,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def _batches(self, iteration: _Iteration, n_attempts: int) -> Iterator[list[int]]:
         state = self._state
         if state._is_running:
-            # Without losses a DataLoader draws one number in each epoch.
+            # Without lost ranks a DataLoader draws one number in each epoch.
             if iteration.first != iteration.end - self.steps_per_epoch:
                 torch.set_rng_state(iteration.generator)
             state._begin_step()

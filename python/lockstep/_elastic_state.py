@@ -1,4 +1,4 @@
-"""What run_elastic keeps over a loss."""
+"""What run_elastic keeps when a rank is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Regroup(BaseException):
 
 
 class ElasticState:
-    """What a training is made of, and how many steps of it are complete: what run_elastic keeps over a loss.
+    """What a training is made of, and how many steps of it are complete: what run_elastic keeps when a rank is lost.
 
     parts: what training changes and a later step reads, in an order that is the same on all ranks: modules, optimizers,
     learning rate schedulers, anything else with state_dict and load_state_dict, and dicts or lists of your own
@@ -145,7 +145,7 @@ class ElasticState:
                     state.step_done()
                 validate()  # the end of the epoch
 
-        What stands behind the loop over batches is done once in each epoch, or again where a loss fell into it: as a step is
+        What stands behind the loop over batches is done once in each epoch, or again if a rank was lost during it: as a step is
         repeated. An epoch of which only the end is left comes with no batches. UsageError if the loop over batches is left
         before the steps of its epoch are complete.
         """
@@ -249,7 +249,7 @@ class ElasticState:
 
     def _agree(self, failure: Exception | None) -> bool:
         """Collective: whether a replacement waits; raises on all ranks if one could not write the state."""
-        word = array.array("i", [2 if failure else _core.replacements_wait()])
+        word = array.array("i", [2 if failure else _core.has_waiting_replacements()])
         _core.all_reduce(word, "max")
         if failure is not None:
             raise failure

@@ -31,7 +31,7 @@ class Watch:
         self._owned: dict[torch.Tensor, str] = {}  # their parameters: part/name
         # Those that the function has made, and what they leave alone: their parameters without requires_grad at that time.
         self._ddps: weakref.WeakKeyDictionary[DistributedDataParallel, set[torch.Tensor]] = weakref.WeakKeyDictionary()
-        self._frozen_since: set[torch.Tensor] = set()  # at the end of a step: one that is made after a loss there leaves them alone
+        self._frozen_since: set[torch.Tensor] = set()  # at the end of a step: one made after a lost rank there leaves them alone
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -124,7 +124,7 @@ class Watch:
             if parameter in own and parameter in self._frozen_since:
                 self._frozen_since.clear()  # once
                 warnings.warn(
-                    f"run_elastic: parameter {name} of the state (part/name) required no gradient at the end of a step. After a loss there "
+                    f"run_elastic: parameter {name} of the state (part/name) required no gradient at the end of a step. After a lost rank "
                     "the function begins with that, and a DistributedDataParallel that it makes then leaves the parameter alone: call "
                     "requires_grad_(True) before it is made, and make it anew where parameters are thawed",
                     stacklevel=4,

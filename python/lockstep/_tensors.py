@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -36,36 +36,53 @@ def all_reduce_params(
     with _core.Operation("all_reduce_params", group):
         import torch
 
-        if isinstance(params, (dict, str, torch.Tensor)) or not isinstance(params, Iterable):
-            raise _UsageTypeError(f"all_reduce_params: params is {type(params).__name__}; it must be an iterable of tensors")
-        once = list({id(param): param for param in params}.values())
-        for index, param in enumerate(once):
-            if not isinstance(param, torch.Tensor):
-                raise _UsageTypeError(f"all_reduce_params: params holds {type(param).__name__} at {index}; expected tensors")
-        data = [param.detach() for param in once]
+        data = params_data(params)
         for index, tensor in enumerate(data):
             if tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise UsageError(
                     f"all_reduce_params: tensor {index} is {tensor.layout} on {tensor.device}; expected dense tensors "
                     "on the CPU: pass x.cpu(), and copy the result back"
                 )
-            if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
-                raise UsageError(f"all_reduce_params: tensor {index} is expanded: several of its elements share memory")
-        limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
-        own = data
-        if _share_memory(own):  # a message must not have what another one has already reduced
-            data = [tensor.clone() for tensor in own]
-        for bucket in _buckets(data, limit):
-            if len(bucket) == 1 and bucket[0].is_contiguous() and not bucket[0].is_neg():
-                _core.all_reduce(bucket[0], op, group, timeout)
-                continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            _core.all_reduce(flat, op, group, timeout)
-            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
-        for tensor, copy in zip(own, data, strict=True):
-            if copy is not tensor:
-                tensor.copy_(copy)
+        reduce_buckets(data, coalesce, bucket_size_mb, lambda flat: _core.all_reduce(flat, op, group, timeout))
+
+
+def params_data(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The params, each once, without what autograd records of them."""
+    import torch
+
+    if isinstance(params, (dict, str, torch.Tensor)) or not isinstance(params, Iterable):
+        raise _UsageTypeError(f"all_reduce_params: params is {type(params).__name__}; it must be an iterable of tensors")
+    once = list({id(param): param for param in params}.values())
+    for index, param in enumerate(once):
+        if not isinstance(param, torch.Tensor):
+            raise _UsageTypeError(f"all_reduce_params: params holds {type(param).__name__} at {index}; expected tensors")
+    return [param.detach() for param in once]
+
+
+def reduce_buckets(
+    own: list[torch.Tensor], coalesce: bool, bucket_size_mb: float, reduce: Callable[[torch.Tensor], None]
+) -> None:
+    """Reduces dense tensors in place, in few messages: reduce(tensor) is one."""
+    import torch
+
+    for index, tensor in enumerate(own):
+        if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise UsageError(f"all_reduce_params: tensor {index} is expanded: several of its elements share memory")
+    limit = bucket_size_mb * 1024 * 1024 if coalesce else 0
+    data = own
+    if _share_memory(own):  # a message must not have what another one has already reduced
+        data = [tensor.clone() for tensor in own]
+    for bucket in _buckets(data, limit):
+        if len(bucket) == 1 and bucket[0].is_contiguous() and not bucket[0].is_neg():
+            reduce(bucket[0])
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        reduce(flat)
+        for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+    for tensor, copy in zip(own, data, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)
 
 
 def _share_memory(tensors: list[torch.Tensor]) -> bool:
@@ -80,25 +97,26 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
 
 
 def _buckets(tensors: list[torch.Tensor], limit: float) -> Iterable[list[torch.Tensor]]:
-    """Groups tensors by dtype; a bucket is complete at `limit` bytes if that is not negative."""
-    is_open: dict[torch.dtype, list[torch.Tensor]] = {}
-    n_bytes: dict[torch.dtype, int] = {}
+    """Groups tensors by dtype and device; a bucket is complete at `limit` bytes if that is not negative."""
+    is_open: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    n_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
-        is_open.setdefault(tensor.dtype, []).append(tensor)
-        n_bytes[tensor.dtype] = n_bytes.get(tensor.dtype, 0) + tensor.nbytes
-        if 0 <= limit <= n_bytes[tensor.dtype]:
-            n_bytes[tensor.dtype] = 0
-            yield is_open.pop(tensor.dtype)
+        kind = tensor.dtype, tensor.device
+        is_open.setdefault(kind, []).append(tensor)
+        n_bytes[kind] = n_bytes.get(kind, 0) + tensor.nbytes
+        if 0 <= limit <= n_bytes[kind]:
+            n_bytes[kind] = 0
+            yield is_open.pop(kind)
     yield from is_open.values()
 
 
 def get_data_device(data: Any) -> torch.device:
-    """The device of the tensors in data: a tensor, or lists, tuples and dicts of them.
+    """The device of the tensors in data: a tensor, or sequences, sets and dicts of them.
 
     UsageError if there is none, or they are on several devices, which is a ValueError too; or if the data holds
     something else, which is a TypeError too.
     """
-    devices = {tensor.device for tensor in _tensors_of(data, "get_data_device")}
+    devices = {tensor.device for tensor in tensors_of(data)}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices)))
         raise _UsageValueError(
@@ -117,41 +135,61 @@ def get_comm_device(group: Group | None = None) -> torch.device:
 
 
 def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> Any:
-    """data (a tensor, or lists, tuples and dicts of them) with its tensors on device.
+    """data (a tensor, or sequences, sets and dicts of them) with its tensors on device.
 
     No copy of those already there. With out, of the same structure: copied into its tensors, and out returned.
     """
     import torch
 
-    if out is not None and (type(out) is not type(data) or (not isinstance(data, torch.Tensor) and len(out) != len(data))):
-        kind = _UsageTypeError if type(out) is not type(data) else _UsageValueError
-        raise kind(f"cast_data_device: out ({_described(out)}) must have the same structure as data ({_described(data)})")
+    if out is not None:
+        if type(out) is not type(data):
+            raise _UsageTypeError(
+                f"cast_data_device: out should be the same type with data; out is {_described(out)}, data {_described(data)}"
+            )
+        if isinstance(out, Set):
+            raise _UsageTypeError("cast_data_device: out should not be a set, which has no order: use a list")
+        if not isinstance(data, torch.Tensor) and len(out) != len(data):
+            raise _UsageValueError(
+                f"cast_data_device: length of data and out should be same; out is {_described(out)}, data {_described(data)}"
+            )
     if isinstance(data, torch.Tensor):
         return data.to(device) if out is None else out.copy_(data)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         if out is not None and out.keys() != data.keys():
             raise _UsageValueError(f"cast_data_device: out has the keys {sorted(out)}, data {sorted(data)}")
         items = {key: cast_data_device(value, device, None if out is None else out[key]) for key, value in data.items()}
-        return type(data)(items) if out is None else out
-    if isinstance(data, (list, tuple)):
+        return type(data)(items) if out is None else out  # type: ignore[call-arg]
+    if _is_sequence(data):
         values = [cast_data_device(value, device, None if out is None else out[i]) for i, value in enumerate(data)]
         if out is not None:
             return out
         return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    raise _UsageTypeError(f"cast_data_device: data is {_described(data)}; expected tensors, or lists, tuples and dicts of them")
+    raise _UsageTypeError(
+        "cast_data_device: data should be a Tensor, list of tensor or dict of these, or lists and dicts of such; "
+        f"data holds {_described(data)}"
+    )
 
 
 def _described(data: Any) -> str:
     return f"{type(data).__name__} of {len(data)}" if isinstance(data, (list, tuple, dict)) else type(data).__name__
 
 
-def _tensors_of(data: Any, function: str) -> Iterable[torch.Tensor]:
+def _is_sequence(data: Any) -> bool:
+    """Of what may be tensors: a str or an array is not."""
+    return isinstance(data, Iterable) and not isinstance(data, (str, bytes, bytearray)) and not hasattr(data, "__array__")
+
+
+def tensors_of(data: Any) -> Iterable[torch.Tensor]:
+    """Those of get_data_device."""
     import torch
 
     if isinstance(data, torch.Tensor):
         yield data
-    elif isinstance(data, (list, tuple, dict)):
-        for item in data.values() if isinstance(data, dict) else data:
-            yield from _tensors_of(item, function)
+    elif isinstance(data, Mapping) or _is_sequence(data):
+        for item in data.values() if isinstance(data, Mapping) else data:
+            yield from tensors_of(item)
     else:
-        raise _UsageTypeError(f"{function}: data holds {_described(data)}; expected tensors, or lists, tuples and dicts of them")
+        raise _UsageTypeError(
+            "get_data_device: data should be a Tensor, sequence of tensor or dict of these, or lists and dicts of such; "
+            f"data holds {_described(data)}"
+        )

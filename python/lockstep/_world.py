@@ -75,7 +75,7 @@ def regroup(timeout: Timeout = None) -> Regrouped:
 
     With the ranks that are left, in their order, and the replacements that have started by then. Call it after
     PeerLost, PeerFailed or TimeoutError on any group; or on all ranks at the same place of the program, to let
-    replacements in (replacements_wait()). default_group() is the new world then, and every group of the former
+    replacements in (has_waiting_replacements()). default_group() is the new world then, and every group of the former
     ones is dead: a call raises PeerLost. A process group of torch.distributed is destroyed before and made anew
     (lockstep.nn.run_elastic does it).
     timeout: by default the world's; counts from the first rank that calls it. One that has not come by then is
@@ -88,10 +88,27 @@ def regroup(timeout: Timeout = None) -> Regrouped:
     return Regrouped(rank, size, generation, [LostRank(*each) for each in lost], joined)
 
 
+def has_waiting_replacements() -> bool:
+    """Whether a replacement waits for the ranks to call regroup(). The ranks may see different answers: reduce
+    them (op "max") before acting on one. False if not elastic.
+    """
+    return _core.has_waiting_replacements()
+
+
 def count_step() -> None:
     """The former name of step_done()."""
-    warnings.warn("lockstep.count_step is called lockstep.step_done", DeprecationWarning, stacklevel=2)
+    _warn_of_former_name("count_step", "step_done")
     _core.step_done()
+
+
+def replacements_wait() -> bool:
+    """The former name of has_waiting_replacements()."""
+    _warn_of_former_name("replacements_wait", "has_waiting_replacements")
+    return has_waiting_replacements()
+
+
+def _warn_of_former_name(former: str, present: str) -> None:
+    warnings.warn(f"lockstep.{former} is called lockstep.{present}", DeprecationWarning, stacklevel=3)
 
 
 class _Hooks:

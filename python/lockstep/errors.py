@@ -51,3 +51,7 @@ class _UsageTypeError(UsageError, TypeError):
 
 class _UsageValueError(UsageError, ValueError):
     """A UsageError about the value of an argument."""
+
+
+class _UsageAssertionError(UsageError, AssertionError):
+    """A UsageError where mmengine.dist and sync_batchnorm assert."""

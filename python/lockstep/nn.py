@@ -13,6 +13,7 @@ import itertools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -79,7 +80,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def __new__(cls, *args: Any, **kwargs: Any) -> "SyncBatchNorm":
         self: SyncBatchNorm = super().__new__(cls)
         if args or kwargs:  # none for a copy, or an unpickled layer, which has that of its original
-            self.__dict__["_made_at"] = _line_and_column()
+            self.__dict__.update(_title="", _made_at=_line_and_column())  # in TorchScript a class has no attributes
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -135,6 +136,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     @torch.jit.ignore
     @torch.compiler.disable
     def _train(self, input: torch.Tensor) -> torch.Tensor:
+        return SyncBatchNorm._train_over(self, input, lambda group: False)  # TorchScript's wrapper has no such method
+
+    def _train_over(self, input: torch.Tensor, clamps_over: Callable[[Any], bool]) -> torch.Tensor:
+        """clamps_over(group): whether to take max(var, eps) where torch takes var + eps."""
         if isinstance(input, torch.Tensor):
             if _is_tracing():
                 raise UsageError(
@@ -145,7 +150,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             if _is_fake(input) or input.is_meta and all(own.is_meta for own in (*self.parameters(), *self.buffers())):
                 return self._shape_of(input)
         group = _group_or_default(self.process_group)
-        if isinstance(input, torch.Tensor) and input.is_cuda and _has_cuda_backend(group):
+        clamps = clamps_over(group)
+        if isinstance(input, torch.Tensor) and input.is_cuda and not clamps and _has_cuda_backend(group):
             return super().forward(input) if input.numel() else self._without_samples(input)
         tracks = self.track_running_stats
         title = self._title or f"SyncBatchNorm({self.num_features})"
@@ -162,6 +168,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             group,
             title,
             self._title or f"{title} at {self._made_at}",
+            clamps,
         )
 
     def _shape_of(self, input: torch.Tensor) -> torch.Tensor:
@@ -256,17 +263,24 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_group: Any = None) -
     subclasses with a forward of their own, layers whose forward is replaced on the instance, and layers after
     layer.compile(). SyncBatchNormScope needs no conversion. Not collective.
     """
+    return _convert(module, lambda layer: SyncBatchNorm, "convert_sync_batchnorm", process_group)
+
+
+def _convert(
+    module: torch.nn.Module, new_type: Callable[[torch.nn.Module], type[SyncBatchNorm]], function: str, process_group: Any
+) -> torch.nn.Module:
+    """What `function` does, which makes a new_type(layer) of each layer."""
     targets = {name: layer for name, layer in module.named_modules() if _is_batch_norm(layer)}
     problems = [f"'{name}' ({type(layer).__name__}): {why}" for name, layer in targets.items() if (why := _why_not_convertible(layer))]
     if problems:
         raise UsageError(
-            "convert_sync_batchnorm: these layers cannot be replaced: "
+            f"{function}: these layers cannot be replaced: "
             + "; ".join(problems)
             + ". Change them, or use a SyncBatchNormScope, which leaves the model as it is"
         )
     replacements = {}
     for name, layer in targets.items():
-        new = _copy_as(layer, SyncBatchNorm)
+        new = _copy_as(layer, new_type(layer))
         new.process_group = process_group
         new._title = f"SyncBatchNorm '{name}'" if name else ""
         new.reverts_to = _plain_type(layer)

@@ -67,7 +67,7 @@ def main() -> int:
         text += re.sub(r"<[^>]+>", "", html)
     words = set(re.findall(r"\w+", text))
     expected = names_of_headers()
-    for module, file in (("lockstep", "__init__.py"), ("lockstep.nn", "nn.py")):
+    for module, file in links.PYTHON_MODULES.items():
         for name in links.public_names(ROOT / "python/lockstep" / file):
             if name != "errors":  # a module; its classes are names of lockstep
                 expected[f"{module}.{name}"] = f"python/lockstep/{file}"

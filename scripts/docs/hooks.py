@@ -19,7 +19,7 @@ import links
 import reference
 
 ROOT = Path(__file__).resolve().parents[2]
-_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "bench/README.md": "benchmarks.md"}
 _LANGUAGES = {".cpp": "cpp", ".hpp": "cpp", ".py": "python", ".sh": "bash", ".txt": "cmake", ".c": "c", ".rs": "rust"}
 
 
@@ -120,12 +120,10 @@ def _content(path: str) -> str:
 
 def _python() -> str:
     lines = ["# Python: lockstep\n", "::: lockstep\n    options:\n      members: false\n"]
-    for module in ("lockstep", "lockstep.nn"):
-        if module == "lockstep.nn":
-            lines.append("# Python: lockstep.nn\n\n::: lockstep.nn\n    options:\n      members: false\n")
-        for name in links.public_names(
-            ROOT / "python" / "lockstep" / ("nn.py" if module == "lockstep.nn" else "__init__.py")
-        ):
+    for module, file in links.PYTHON_MODULES.items():
+        if module != "lockstep":
+            lines.append(f"# Python: {module}\n\n::: {module}\n    options:\n      members: false\n")
+        for name in links.public_names(ROOT / "python" / "lockstep" / file):
             if name != "errors":
                 lines.append(
                     f"::: {module}.{name}\n    options:\n      show_root_heading: true\n"

@@ -18,6 +18,14 @@ _LINK = re.compile(r"(\]\(<?)([^)\s>]+)(>?(?:\s+\"[^\"]*\")?\))|(<(?:img|a)\b[^>
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,}).*?^ {0,3}\1[`~]*\s*?$", re.S | re.M)
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.S)
 
+# Those that the reference has, and their files in python/lockstep.
+PYTHON_MODULES = {
+    "lockstep": "__init__.py",
+    "lockstep.nn": "nn.py",
+    "lockstep.mmengine": "mmengine.py",
+    "lockstep.sync_batchnorm": "sync_batchnorm.py",
+}
+
 
 def map_targets(markdown: str, change: Callable[[str], str]) -> str:
     """The text with the target of each link, not those in code, changed."""

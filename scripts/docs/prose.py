@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """scripts/docs/prose.py [FILE ...]: what the Markdown files say and how they are set. No line of prose is longer than 130
-characters, no phrase of scripts/docs/words.txt occurs, and docs/design/README.md lists every design note."""
+characters, no phrase of scripts/docs/words.txt occurs, docs/design/README.md lists every design note, and a note begins with
+question, answer and what was rejected."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from links import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 130
+FIRST_PAGE = 50  # lines
+UNORDERED_NOTES = ("015", "021")  # until they are rewritten
 _FENCE = re.compile(r" *(`{3,}|~{3,})")
 _ITEM = re.compile(r"\s*([-*+]|\d+\.) ")
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
@@ -68,6 +71,9 @@ def main() -> int:
     for note in sorted((ROOT / "docs/design").glob("[0-9]*.md")):
         if f"]({note.name})" not in notes:
             errors.append(f"docs/design/README.md does not list {note.name}")
+        page = "\n".join(note.read_text().splitlines()[:FIRST_PAGE])
+        if not re.search(r"^\*\*Question.*^\*\*Answer.*^\*\*Rejected", page, re.M | re.S) and note.name[:3] not in UNORDERED_NOTES:
+            errors.append(f"docs/design/{note.name} does not begin with **Question**, **Answer** and **Rejected**")
     print("\n".join(errors), end="\n" if errors else "")
     return bool(errors)
 

@@ -248,8 +248,9 @@ def _inline(element: ET.Element) -> str:
         return _MARKS[element.tag] + content + _MARKS[element.tag]
     if element.tag == "ulink":
         return f"<{element.get('url')}>"
-    if element.tag in ("ref", "ndash", "mdash", "linebreak"):
-        return {"ndash": "--", "mdash": "---", "linebreak": " "}.get(element.tag, content)
+    if element.tag in ("ref", "ndash", "mdash", "linebreak", "zwj"):
+        # zwj: doxygen puts it between the characters of a "*/" in the comment.
+        return {"ndash": "--", "mdash": "---", "linebreak": " ", "zwj": ""}.get(element.tag, content)
     raise ValueError(f"doxygen's element <{element.tag}> is not known to {__file__}: add it")
 
 

@@ -35,6 +35,12 @@ inline constexpr milliseconds kStatusReply{250};
 /// kControlMessage: a rank that knows why another left says so first.
 inline constexpr milliseconds kTransit{500};
 
+// Of the launchers, which know who is lost.
+
+/// How long a rank whose connection to another host broke waits for the launchers to say which rank
+/// was lost.
+inline constexpr milliseconds kVerdict{5000};
+
 // Between levels: longer than kReport.
 
 /// Added to the limit of a rank that waits for other hosts, so that the ranks of a late host first

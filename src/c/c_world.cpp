@@ -4,7 +4,7 @@
 
 #include <chrono>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <map>
 #include <memory>
 #include <mutex>

@@ -8,8 +8,8 @@
 #include <fstream>
 #include <initializer_list>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
+#include <lockstep/world.hpp>
 #include <map>
 
 #include "base/cpu_model.hpp"

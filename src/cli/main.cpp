@@ -38,7 +38,7 @@ std::string help() {
   return text +
          "\n"
          "See lockstep SUBCOMMAND --help for details. To begin:\n"
-         "  lockstep run -n 4 ./my_program\n\n"
+         "  lockstep run -n 4 -- ./my_program\n\n"
          "Options:\n"
          "  -h,--help   print this help\n"
          "  --version   print the version\n";
@@ -63,7 +63,7 @@ int dispatch(const std::vector<std::string>& arguments) {
   }
   const bool is_program = first.starts_with("-n") || first.find('/') != std::string::npos;
   fmt::print(stderr, "lockstep: unknown subcommand '{}'; {}see lockstep --help\n", first,
-             is_program ? "a program is started by lockstep run -n N ./program; " : "");
+             is_program ? "a program is started by lockstep run -n N -- ./program; " : "");
   return lockstep::cli::kUsageExitCode;
 }
 

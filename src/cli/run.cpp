@@ -25,10 +25,10 @@ namespace lockstep::cli {
 namespace {
 
 constexpr const char* kRunFooter = R"(Example:
-  lockstep run -n 4 ./train --epochs 3
+  lockstep run -n 4 -- ./train --epochs 3
 
-Everything after PROGRAM is passed to it; '--' before it is only needed if its
-name begins with a dash.
+Everything after PROGRAM is passed to it; '--' may be left out unless its name
+begins with a dash.
 
 Each rank finds in its environment RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, GROUP_RANK (the node's number), MASTER_ADDR, MASTER_PORT (a
@@ -38,7 +38,9 @@ TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_MAX_RESTARTS),
 LOCKSTEP_RESTART (the number of restarts so far) and
 LOCKSTEP_SEGMENT, by which lockstep::init_dist joins the others.
 OMP_NUM_THREADS is set to the cores per rank, at least 1, unless you have set it.
-Rank 0 reads your standard input unless that is a terminal; the others read nothing.
+Rank 0 (--stdin) reads your standard input; the others, and replacements of
+--elastic, read nothing. At a terminal Ctrl-Z stops the ranks too, and the time
+until fg counts against no limit.
 
 When a rank fails, the others have a second to exit with their own error, then
 get SIGTERM and, after --grace seconds, SIGKILL. Ctrl-C goes to all ranks; a
@@ -48,7 +50,7 @@ init_dist; its child processes are signalled after it has exited. If none has
 called init_dist, all processes of the rank get the signal.
 
 On several machines, the same line on each, with its own number:
-  lockstep run --nnodes 2 --node-rank R --rdzv HOST:PORT -n 4 ./train
+  lockstep run --nnodes 2 --node-rank R --rdzv HOST:PORT -n 4 -- ./train
 HOST is an address or a name of node 0's machine and becomes MASTER_ADDR. At an
 address node 0 listens there only, at a name on every address of its machine. When a rank fails
 on one node, the ranks of all nodes end, and every `lockstep run` exits with its code.
@@ -60,7 +62,7 @@ not found. 126: program not executable. 1: system error.)";
 class Formatter : public CLI::Formatter {
  public:
   std::string make_usage(const CLI::App* /*app*/, std::string /*name*/) const override {
-    return "\nUsage: lockstep run -n N [OPTIONS] [--] PROGRAM [ARGUMENTS...]\n";
+    return "\nUsage: lockstep run -n N [OPTIONS] -- PROGRAM [ARGUMENTS...]\n";
   }
 };
 
@@ -154,6 +156,13 @@ std::string read_elastic(const std::string& text, run::Options& options) {
   return {};
 }
 
+/// Reads a rank or none. Returns what is wrong with it.
+std::string read_stdin_rank(const std::string& text, run::Options& options) {
+  options.stdin_rank = base::parse_number<int>(text);
+  if (text == "none" || options.stdin_rank.value_or(-1) >= 0) return {};
+  return fmt::format("--stdin is '{}', expected a rank, from 0, or none", text);
+}
+
 /// Reads the file without its newline. Returns what is wrong with it.
 std::string read_secret(const std::string& path, std::string& secret) {
   constexpr std::size_t kMin = 16;
@@ -220,6 +229,12 @@ int run(const std::vector<std::string>& arguments) {
                  "number (default none)")
       ->transform(choice<run::Bind>({{"core", run::Bind::core}, {"none", run::Bind::none}}))
       ->type_name("core|none");
+  std::string stdin_rank = "0";
+  app.add_option("--stdin", stdin_rank,
+                 "Which rank reads the standard input, a terminal too, as\n"
+                 "a debugger's prompt does; the others read nothing\n"
+                 "(default 0)")
+      ->type_name("RANK|none");
   app.add_option("--prefix", options.prefix,
                  "[R] before each line of rank R, coloured on a terminal;\n"
                  "auto (the default): on a terminal only")
@@ -277,7 +292,7 @@ int run(const std::vector<std::string>& arguments) {
   }
   if (options.command.empty()) {
     fmt::print(stderr,
-               "lockstep run: no program to start; expected e.g. lockstep run -n {} ./train\n"
+               "lockstep run: no program to start; expected e.g. lockstep run -n {} -- ./train\n"
                "See lockstep run --help\n",
                options.n_ranks);
     return kUsageExitCode;
@@ -288,6 +303,7 @@ int run(const std::vector<std::string>& arguments) {
   if (wrong.empty() && app.count("--elastic-start") > 0 && app.count("--elastic") == 0) {
     wrong = "--elastic-start is a limit for replacements, which only --elastic starts";
   }
+  if (wrong.empty()) wrong = read_stdin_rank(stdin_rank, options);
   if (wrong.empty() && !secret_file.empty()) wrong = read_secret(secret_file, nodes.secret);
   if (!wrong.empty()) {
     fmt::print(stderr, "lockstep run: {}\nSee lockstep run --help\n", wrong);

@@ -16,7 +16,7 @@ namespace lockstep::cli {
 namespace {
 
 constexpr const char* kTraceFooter = R"(Example:
-  lockstep run -n 4 --trace trace.json ./train
+  lockstep run -n 4 --trace trace.json -- ./train
   lockstep trace summary trace.json
 
 summary: calls are counted over all ranks; waiting is from a call's start to

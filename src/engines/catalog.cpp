@@ -13,6 +13,7 @@
 #include "engines/shared/bootstrap/job.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/solo/solo.hpp"
+#include "engines/ucx/ucx.hpp"
 
 namespace lockstep::engines {
 namespace {
@@ -83,6 +84,18 @@ Availability mpi_available(const internal::World& world) {
   return {.is_available = !module.path.empty(), .reason = module.reason};
 }
 
+JoinedEngine join_ucx(internal::World& world, const Call& barrier) {
+  return {.engine = ucx::join(world, barrier)};
+}
+
+Availability ucx_available(const internal::World& world) {
+  if (world.launcher != Launcher::lockstep || !world.segment) {
+    return {.is_available = false, .reason = "is for ranks that `lockstep run` started"};
+  }
+  const ucx::Module module = ucx::find_module(world.env.ucx);
+  return {.is_available = !module.path.empty(), .reason = module.reason};
+}
+
 /// The engine that hierarchical uses between hosts: the first that can send ordinary memory there.
 const Entry* find_global(const internal::World& world) {
   for (const Entry& entry : catalog()) {
@@ -129,6 +142,7 @@ const std::vector<Entry>& catalog() {
     std::vector<Entry> all = {
         {"shared", shared_available, join_shared},
         {"hierarchical", hierarchical_available, join_hierarchical},
+        {"ucx", ucx_available, join_ucx, /*is_between_hosts=*/true},
         {"mpi", mpi_available, join_mpi, /*is_between_hosts=*/true},
         {"solo", solo_available, join_solo},
     };

@@ -33,7 +33,8 @@ constexpr char kOwnAddress = 0;  // in the program or the shared library that co
 }  // namespace
 
 std::string module_file(const std::string& engine, const std::string& library) {
-  const std::string name = fmt::format("liblockstep-{}-{}.so", engine, library);
+  const std::string name = engine == library ? fmt::format("liblockstep-{}.so", engine)
+                                             : fmt::format("liblockstep-{}-{}.so", engine, library);
   std::error_code ignored;
   const fs::path program = fs::read_symlink("/proc/self/exe", ignored);
   const fs::path beside = program.parent_path() / "../lib/lockstep" / name;

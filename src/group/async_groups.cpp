@@ -41,7 +41,7 @@ void AsyncGroups::for_each(F f) noexcept {
 }
 
 void AsyncGroups::wait_until_idle(std::optional<std::chrono::nanoseconds> patience) noexcept {
-  using Clock = std::chrono::steady_clock;
+  using Clock = detail::JobClock;
   auto last_end = Clock::now();
   for_each([&](GroupState& group) {
     if (!patience) return group.wait_until_idle();

@@ -106,14 +106,14 @@ void CallQueue::wait_until_idle() {
 }
 
 std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds left) {
-  constexpr auto kMax = std::chrono::nanoseconds::max() / 2;  // wait_for adds it to now
+  constexpr auto kMax = std::chrono::nanoseconds::max() / 2;  // it is added to now
   if (left >= kMax) {
     wait_until_idle();
     return {};
   }
   std::unique_lock lock(mutex_);
-  if (changed_.wait_for(lock, left + base::patience::kLeadersReport,
-                        [this] { return is_idle() && !is_calling_; })) {
+  const auto end = detail::JobClock::now() + left + base::patience::kLeadersReport;
+  if (changed_.wait_until(lock, end, [this] { return is_idle() && !is_calling_; })) {
     return {};
   }
   const std::size_t n = n_pending_.load(std::memory_order_relaxed);
@@ -124,7 +124,7 @@ std::optional<PostedCall> CallQueue::wait_until_idle(std::chrono::nanoseconds le
 bool CallQueue::wait_for_one(std::chrono::nanoseconds at_most) {
   std::unique_lock lock(mutex_);
   const std::size_t n = n_pending_.load(std::memory_order_relaxed);
-  return n > 0 && changed_.wait_for(lock, at_most, [this, n] {
+  return n > 0 && changed_.wait_until(lock, detail::JobClock::now() + at_most, [this, n] {
     return n_pending_.load(std::memory_order_relaxed) < n;
   });
 }

@@ -1,6 +1,7 @@
 #include <exception>
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
+#include <lockstep/group.hpp>
 #include <string>
 
 #include "base/exception.hpp"

@@ -369,4 +369,14 @@ Work Group::recv_async(const Elements& data, int src, Timeout timeout, Where whe
   return post(state_, recv_call(*state_, data, src, where), timeout);
 }
 
+std::vector<std::size_t> detail::exchange_counts(std::size_t count, const Group& group,
+                                                 Timeout timeout, std::source_location where) {
+  static_assert(sizeof(std::size_t) == sizeof(std::uint64_t));
+  std::vector<std::size_t> counts(static_cast<std::size_t>(group.size()));
+  group.all_gather({.data = &count, .count = 1, .dtype = DType::u64},
+                   {.data = counts.data(), .count = counts.size(), .dtype = DType::u64}, timeout,
+                   where);
+  return counts;
+}
+
 }  // namespace lockstep

@@ -1,9 +1,5 @@
 #include "group/native_engine.hpp"
 
-#include <fmt/format.h>
-
-#include <lockstep/error.hpp>
-
 #include "group/group_state.hpp"
 
 namespace lockstep::internal {
@@ -15,14 +11,6 @@ bool ask(const Engine* engine, bool (NativeEngine::*question)() const noexcept) 
 }
 
 }  // namespace
-
-std::vector<std::unique_ptr<Engine>> NativeEngine::divide(const Call& call,
-                                                          std::span<const int> /*counts*/) {
-  throw UsageError(context_of(call, rank()),
-                   fmt::format("a rank can be several only where all ranks share memory, on one "
-                               "host under `lockstep run` or run_ranks, not over {}",
-                               name()));
-}
 
 bool reports_progress(const Engine& engine) noexcept {
   return ask(&engine, &NativeEngine::reports_progress);

@@ -27,9 +27,10 @@ class NativeEngine : public Engine {
 
   /// Collective. The engines of a group in which rank r of this one is counts[r] ranks, at most 512
   /// in all, each for a thread of its own: those of this rank, in order. They live and are lost
-  /// together. Throws UsageError where the engine cannot: it needs memory that all ranks share.
+  /// together. Over several hosts only the first ones of a host's lowest rank send to other hosts:
+  /// send and recv between hosts, and a split that is no duplicate, throw UsageError.
   virtual std::vector<std::unique_ptr<Engine>> divide(const Call& call,
-                                                      std::span<const int> counts);
+                                                      std::span<const int> counts) = 0;
 
   /// For `at_most` from now, the other ranks do not count this rank as late, unless its process is
   /// stopped: it works elsewhere on behalf of them all. Over messages there is nothing to do: a

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <lockstep/elastic.hpp>
 #include <lockstep/env.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <optional>
 #include <string>
 
@@ -23,6 +23,8 @@ struct World {
   /// The MPI that started the world, or that LOCKSTEP_MPI names: openmpi, mpich or the path of a
   /// module; empty if there is none.
   std::string mpi{};
+  /// UCX_TLS, or all but shared memory: ranks of one host meet in ours.
+  std::string ucx_transports = "^sm,self";
   Env env{};
   bool is_elastic = false;
   std::int64_t last_generation = -1;  ///< in which this process was a rank; -1: none

@@ -5,8 +5,8 @@
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
+#include <lockstep/world.hpp>
 #include <string>
 #include <type_traits>
 #include <utility>

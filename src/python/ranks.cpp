@@ -2,9 +2,9 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
-#include <lockstep/control.hpp>
 #include <lockstep/elastic.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/main_process.hpp>
+#include <lockstep/world.hpp>
 #include <optional>
 #include <string>
 #include <utility>
@@ -212,12 +212,12 @@ void define_ranks(nb::module_& module) {
       "LOCKSTEP_JOINED; empty if it is not set.");
   module.def("keep_daemons_in_calls", &keep_daemons_in_calls);
   module.def("regroup", &regroup_here, "timeout"_a.none());
-  module.def(
-      "step_done", &step_done,
-      "Tells the launcher that this rank has completed a step: call it after each.\n\n"
-      "If three generations in a row end by a loss or an error before a step was completed, the "
-      "job ends; and the delay\nbefore a replacement, doubled each time, begins anew. Does "
-      "nothing if not elastic.");
+  module.def("step_done", &step_done,
+             "Tells the launcher that this rank has completed a step: call it after each.\n\n"
+             "If three generations in a row end by a lost rank or an error before a step was "
+             "completed, the "
+             "job ends; and the delay\nbefore a replacement, doubled each time, begins anew. Does "
+             "nothing if not elastic.");
   module.def(
       "finish_elastic", &internal::finish_elastic,
       "Tells the launcher that this rank has done its part, which all ranks have completed: for "
@@ -232,8 +232,8 @@ void define_ranks(nb::module_& module) {
       "backend, which the\nlauncher does not keep running.");
   module.def("is_elastic", &is_elastic,
              "Whether `lockstep run --elastic` has started this rank, and it has joined the world: "
-             "then regroup() goes on after a loss.");
-  module.def("replacements_wait", &replacements_wait,
+             "then regroup() goes on after a lost rank.");
+  module.def("has_waiting_replacements", &has_waiting_replacements,
              "Whether a replacement waits for the ranks to call regroup(). The ranks may see "
              "different answers: reduce\nthem (op \"max\") before acting on one. False if not "
              "elastic.");

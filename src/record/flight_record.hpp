@@ -113,7 +113,7 @@ std::string_view site_of(const FlightRecord& record, std::uint32_t site) noexcep
 std::string_view name_of(const FlightGroup& group) noexcept;
 std::size_t n_groups_of(const FlightRecord& record) noexcept;
 
-/// Text of a rank-N.json; docs/seeing.md has the format. `reason`: why it is written.
+/// Text of a rank-N.json; docs/observability.md has the format. `reason`: why it is written.
 std::string json_of(const FlightRecord& record, std::string_view reason, std::string_view host);
 
 /// Writes DIR/rank-N.json atomically, on the rank's host. Throws SystemError.

@@ -25,6 +25,9 @@ inline int root_of(std::uint64_t signature) noexcept {
 
 /// Whether the operation is between two ranks, and not of all.
 inline bool is_pair(Op op) noexcept { return op == Op::send || op == Op::recv; }
+inline bool is_reduction(Op op) noexcept {
+  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
+}
 /// Whether the operation uses this field of a call.
 bool has_root(Op op) noexcept;
 bool has_reduction(Op op) noexcept;

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <fmt/chrono.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,15 +12,14 @@
 #include <csignal>
 #include <cstring>
 #include <ctime>
-#include <iterator>
 #include <lockstep/error.hpp>
-#include <new>
 #include <numeric>
 
 #include "base/cpus.hpp"
 #include "base/process.hpp"
 #include "base/text.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
+#include "run/describe.hpp"
 #include "run/errors.hpp"
 #include "run/rank_environment.hpp"
 #include "run/rank_logs.hpp"
@@ -34,28 +32,6 @@ using std::chrono::milliseconds;
 // Between the kill of a process group and the end of its output.
 constexpr milliseconds kLastOutput{1000};
 constexpr milliseconds kRecheckInterval{50};
-
-std::string name_of_signal(int signal) {
-  const char* name = sigabbrev_np(signal);
-  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", signal);
-}
-
-double seconds(std::chrono::nanoseconds duration) {
-  return std::chrono::duration<double>(duration).count();
-}
-
-/// "rank 1", "ranks 1 and 3", "ranks 0, 1, 2 and 61 more".
-std::string list_of(const std::vector<int>& ranks) {
-  if (ranks.size() == 1) return fmt::format("rank {}", ranks[0]);
-  constexpr std::size_t kShown = 8;
-  if (ranks.size() > kShown) {
-    return fmt::format("ranks {} and {} more",
-                       fmt::join(ranks.begin(), ranks.begin() + kShown, ", "),
-                       ranks.size() - kShown);
-  }
-  return fmt::format("ranks {} and {}", fmt::join(ranks.begin(), ranks.end() - 1, ", "),
-                     ranks.back());
-}
 
 int wait_status_of(const siginfo_t& info) {
   switch (info.si_code) {
@@ -77,11 +53,6 @@ std::string how_ended(int wait_status) {
   const int signal = WTERMSIG(wait_status);
   return fmt::format("was killed by {} (signal {}, {}{})", name_of_signal(signal), signal,
                      strsignal(signal), WCOREDUMP(wait_status) ? ", core dumped" : "");
-}
-
-std::optional<std::int64_t> last_generation_of(const shared::LauncherRequest& request) {
-  if (request.last_generation < 0) return std::nullopt;
-  return request.last_generation;
 }
 
 int n_threads(const Options& options) {
@@ -175,6 +146,10 @@ void Attempt::print_line(const std::string& text) {
 
 void Attempt::start_ranks() {
   const Options& options = context_.options;
+  if (options.stdin_rank && *options.stdin_rank >= placement_.world_size) {
+    throw usage_error(fmt::format("--stdin is {}, but the ranks are 0 to {}", *options.stdin_rank,
+                                  placement_.world_size - 1));
+  }
   std::vector<RankLogs> logs(static_cast<std::size_t>(options.n_ranks));
   if (options.log_dir)
     logs = open_rank_logs(*options.log_dir, placement_.first_rank, options.n_ranks, n_restarts_);
@@ -201,8 +176,7 @@ void Attempt::start_rank(int place, RankLogs log, bool is_replacement,
                                      .n_threads = n_threads(options)};
   const base::UniqueFd null(open("/dev/null", O_RDONLY | O_CLOEXEC));
   if (!null) throw system_error("cannot open /dev/null");
-  // A rank leads its own process group, which a terminal stops when it reads.
-  const bool passes_stdin = place == 0 && !is_replacement && isatty(STDIN_FILENO) == 0;
+  const bool passes_stdin = !is_replacement && gets_stdin(place);
   const RankOutputs outputs =
       context_.mux.add(world_rank(place), std::move(log.stdout_log), std::move(log.stderr_log));
   shared::LauncherSocket socket = shared::make_launcher_socket();
@@ -215,6 +189,15 @@ void Attempt::start_rank(int place, RankLogs log, bool is_replacement,
                    .inherited_fds = {job.fd(), socket.rank.get()},
                    .cpu = {},
                    .open_files = context_.open_files};
+  if (passes_stdin) {
+    reader_ = place;
+    // Where no foreground is needed, nothing will tell that it reads.
+    if (isatty(STDIN_FILENO) == 1 && !Foreground::rules(STDIN_FILENO)) {
+      context_.mux.pass_at_once(world_rank(place));
+    }
+  } else if (reader_ == place) {
+    reader_.reset();  // its replacement
+  }
   if (options.bind == Bind::core) {
     spec.cpu = context_.cores[static_cast<std::size_t>(place) % context_.cores.size()];
   }
@@ -229,7 +212,10 @@ void Attempt::start_rank(int place, RankLogs log, bool is_replacement,
 
 void Attempt::wait_for_events() {
   Clock::time_point next = phase_deadline_;
-  for (const Place& place : places_) next = std::min(next, place.deadline);
+  for (const Place& place : places_) {
+    next = std::min(next, place.deadline);
+    if (place.address_request) next = std::min(next, place.address_request->end);
+  }
   if (elastic_ && phase_ == Phase::running) {
     next = std::min({next, elastic_->wakes_at(), wakes_again_});
   }
@@ -255,6 +241,7 @@ void Attempt::wait_for_events() {
   context_.mux.service(std::span(poll_entries_).subspan(n_before_mux));
   if (nodes_ != nullptr) {
     if (const auto failure = nodes_->service()) end_with(*failure);
+    for (RankAddress& address : nodes_->take_addresses()) addresses_.add(std::move(address));
   }
   for (int place = 0; place < n_places(); ++place) {
     if (poll_entries_[n_before_sockets + static_cast<std::size_t>(place)].revents != 0)
@@ -269,16 +256,25 @@ void Attempt::handle_signals() {
     if (signal->number == SIGCHLD) {
       check_exits(signal->sender);
     } else {
-      forward(signal->number);
+      handle(*signal);
     }
   }
 }
 
-void Attempt::forward(int signal) {
+void Attempt::handle(const Signal& signal) {
+  if (signal.number == SIGTSTP) {
+    stop_job(SIGTSTP, /*whole_group=*/false);
+  } else {
+    forward(signal);
+  }
+}
+
+void Attempt::forward(const Signal& received) {
+  const int signal = received.number;
   if (is_warning(signal)) {
     if (phase_ == Phase::killing) return;
     print_line(fmt::format("{}: forwarded to the ranks", name_of_signal(signal)));
-    signal_ranks(signal);
+    signal_ranks(received);
     return;
   }
   outcome_.interrupted = true;
@@ -299,56 +295,7 @@ void Attempt::forward(int signal) {
   print_line(fmt::format("{}: forwarded to the ranks, which have {:g} s to exit{}",
                          name_of_signal(signal), seconds(context_.options.grace),
                          signal == SIGINT ? "; a second one kills them now" : ""));
-  terminate_ranks(signal);
-}
-
-void Attempt::serve(int place) {
-  Place& asking = at(place);
-  base::UniqueFd& socket = asking.socket;
-  const shared::LauncherRequest question = shared::receive_request(socket.get());
-  switch (question.kind) {
-    case shared::LauncherRequest::Kind::none: return;
-    case shared::LauncherRequest::Kind::closed: socket.reset(); return;
-    case shared::LauncherRequest::Kind::next_world: break;
-  }
-  if (elastic_) {
-    if (phase_ != Phase::running)
-      return shared::refuse(socket.get(), question.number, 0, "it is ending");
-    read_progress();
-    asking.request = Request{.number = question.number,
-                             .process = process_of(place),
-                             .last_generation = last_generation_of(question),
-                             .is_pending = elastic_->asked(place, question.limit, Clock::now())};
-    if (!asking.request->is_pending) {
-      shared::refuse(socket.get(), question.number, 0,
-                     "this rank left its world, and the others went on without it");
-    }
-    return;
-  }
-  try {
-    answer(place, question.number);
-  } catch (const SystemError& error) {
-    shared::refuse(socket.get(), question.number, error.error_number(), error.text());
-  } catch (const std::bad_alloc&) {
-    shared::refuse(socket.get(), question.number, ENOMEM, "no memory for its segment");
-  }
-}
-
-void Attempt::answer(int place, std::uint64_t number) {
-  Place& asking = at(place);
-  const World& last = newest();
-  const int next = generations_.next_of(place, last.job->has_rank_left());
-  if (!worlds_.contains(next)) {
-    worlds_.emplace(next, World{.job = last.job->next(), .places = last.places});
-  }
-  asking.request = Request{.number = number,
-                           .process = process_of(place),
-                           .last_generation = std::nullopt,
-                           .is_pending = false};
-  generations_.enter(place, next);
-  shared::answer(asking.socket.get(), number, worlds_.at(next).job->fd(),
-                 {.rank = place, .size = context_.options.n_ranks});
-  worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
+  terminate_ranks(received);
 }
 
 void Attempt::check_exits(pid_t first) {
@@ -356,7 +303,10 @@ void Attempt::check_exits(pid_t first) {
   for (int place = 0; place < n_places(); ++place) {
     if (at(place).process.leader() == first) look_at(place);
   }
-  for (int place = 0; place < n_places(); ++place) look_at(place);
+  for (int place = 0; place < n_places(); ++place) {
+    look_at(place);
+    check_stop(place);
+  }
 }
 
 void Attempt::look_at(int place) {
@@ -365,6 +315,7 @@ void Attempt::look_at(int place) {
   const std::optional<siginfo_t> ending = checked.process.ending();
   if (!ending) return;
   checked.state = State::ended;
+  if (reader_ == place) end_reading();
   checked.end = Clock::now();
   checked.deadline = Clock::now() + context_.options.grace;
   const int wait_status = wait_status_of(*ending);
@@ -379,6 +330,14 @@ void Attempt::look_at(int place) {
     elastic_->ended(place, /*is_done=*/wait_status == 0, Clock::now());
   } else if (wait_status != 0 && !failed_) {
     report_failure(place, wait_status);
+  }
+}
+
+/// Ctrl-C at the rank that had the foreground is for the whole job, before the end of this rank.
+void Attempt::end_reading() {
+  foreground_.end();
+  while (const std::optional<Signal> signal = context_.signals.next()) {
+    if (signal->number != SIGCHLD) handle(*signal);  // check_exits looks at every rank
   }
 }
 
@@ -398,10 +357,12 @@ void Attempt::report_failure(int place, int wait_status) {
   const std::string what = fmt::format("{}{} {} after {:.2f} s", describe_leaver(place),
                                        name_of(place), how, seconds(Clock::now() - start_));
   print_line(what + ending);
+  end_world(how, world_rank(place));
   if (nodes_ != nullptr) {
     nodes_->report_failed({.exit_code = outcome_.exit_code,
                            .interrupted = outcome_.interrupted,
-                           .text = fmt::format("node {}: {}", placement_.node_rank, what)});
+                           .text = fmt::format("node {}: {}", placement_.node_rank, what),
+                           .rank = world_rank(place)});
   }
 }
 
@@ -431,6 +392,7 @@ void Attempt::end_with(const NodeFailure& failure) {
   outcome_ = {.exit_code = failure.exit_code, .interrupted = failure.interrupted};
   phase_ = Phase::notified;
   phase_deadline_ = Clock::now() + kNotice;
+  end_world(failure.text, failure.rank);
   print_line(failure.text + "; ending the ranks of this node");
 }
 
@@ -469,6 +431,7 @@ void Attempt::note_end(int place, int wait_status) {
 
 void Attempt::advance() {
   regroup();
+  answer_addresses();
   for (int place = 0; place < n_places(); ++place) advance_rank(place);
   if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
       std::none_of(places_.begin(), places_.end(),
@@ -477,7 +440,7 @@ void Attempt::advance() {
   }
   if (Clock::now() < phase_deadline_) return;
   if (phase_ == Phase::notified) {
-    terminate_ranks(SIGTERM);
+    terminate_ranks({.number = SIGTERM, .sender = getpid()});
   } else {
     std::vector<int> late;
     for (int place = 0; place < n_places(); ++place) {
@@ -519,7 +482,7 @@ void Attempt::reap(Place& place) {
   place.deadline = Clock::now() + kLastOutput;
 }
 
-void Attempt::terminate_ranks(int signal) {
+void Attempt::terminate_ranks(const Signal& signal) {
   signal_ranks(signal);
   refuse_all("it is ending");
   phase_ = Phase::terminating;
@@ -564,9 +527,11 @@ void Attempt::signal_rank(int place, int signal) {
   to.process.signal(SIGCONT);  // a stopped process handles no other signal
 }
 
-void Attempt::signal_ranks(int signal) {
+void Attempt::signal_ranks(const Signal& signal) {
   for (int place = 0; place < n_places(); ++place) {
-    signal_rank(place, signal);
+    // The terminal has signalled the group of the relay itself.
+    if (foreground_.is_relay(signal.sender) && reader_ == place) continue;
+    signal_rank(place, signal.number);
   }
 }
 

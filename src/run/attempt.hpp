@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <optional>
@@ -15,11 +16,13 @@
 #include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "run/child_process.hpp"
 #include "run/elastic_membership.hpp"
+#include "run/foreground.hpp"
 #include "run/generations.hpp"
 #include "run/guard.hpp"
 #include "run/nodes.hpp"
 #include "run/options.hpp"
 #include "run/output_mux.hpp"
+#include "run/rank_addresses.hpp"
 #include "run/rank_logs.hpp"
 #include "run/signals.hpp"
 
@@ -55,6 +58,10 @@ struct Outcome {
 /// or SIGHUP after its end. Where no process has joined, the rank's whole process group gets the
 /// signal.
 ///
+/// The rank of --stdin gets the launcher's standard input; if that is a terminal, Foreground says
+/// how. When the launcher stops (Ctrl-Z, or a read of the terminal in the background), it stops the
+/// ranks first and the clock of all limits (base/job_clock.hpp), and continues both afterwards.
+///
 /// With --elastic a failure does not end the others: ElasticMembership says who are the ranks of
 /// the next generation of the world, and each generation has a segment of its own. A place, see
 /// ElasticMembership, is its process's rank in the first generation.
@@ -72,7 +79,7 @@ class Attempt {
   Outcome run();
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = detail::JobClock;
   using milliseconds = std::chrono::milliseconds;
   // Ranks waiting for a dead peer are notified within milliseconds, even on a busy machine.
   static constexpr milliseconds kNotice{1000};
@@ -88,10 +95,18 @@ class Attempt {
     std::optional<std::int64_t> last_generation;  ///< in which it was a rank
     bool is_pending;                              ///< it waits for the next generation
   };
+  /// A process's request for the addresses of all ranks, which is not answered yet.
+  struct AddressRequest {
+    std::uint64_t number;
+    std::uint64_t world;
+    Clock::time_point end;
+    milliseconds limit;
+  };
   struct Place {
     ChildGroup process{};
     base::UniqueFd socket{};  ///< the launcher's end: see launcher_socket.hpp
     std::optional<Request> request{};
+    std::optional<AddressRequest> address_request{};
     std::optional<int> first_generation = 0;  ///< in which this process is a rank; none: it waits
     bool is_late = false;                     ///< it is killed, and counts as lost already
     base::UniqueFd joined{};  ///< pidfd of the process that joined, if it alone got a signal
@@ -112,10 +127,24 @@ class Attempt {
   void start_rank(int place, RankLogs log, bool is_replacement, ProcessStarter& starter);
   void wait_for_events();
   void handle_signals();
-  void forward(int signal);
+  void handle(const Signal& signal);
+  void forward(const Signal& received);
   void serve(int place);
   void answer(int place, std::uint64_t number);
+  void answer_addresses();
+  /// Here and on the other nodes.
+  void give_address(const RankAddress& address);
+  /// Tells ranks that wait over another engine that the world is over. `rank`: that failed.
+  void end_world(std::string_view why, int rank);
   void check_exits(pid_t first);
+  void end_reading();
+  void check_stop(int place);
+  /// Stops the ranks, and the launcher by the signal, until it is continued. Returns false if
+  /// nothing has been stopped.
+  bool stop_job(int signal, bool whole_group);
+  void set_clock(std::int64_t word);
+  /// Whether the place's first process gets the launcher's standard input.
+  bool gets_stdin(int place) const;
   void look_at(int place);
   void report_failure(int place, int wait_status);
   void note_end(int place, int wait_status);
@@ -139,12 +168,12 @@ class Attempt {
   void advance();
   void advance_rank(int place);
   void reap(Place& place);
-  void terminate_ranks(int signal);
+  void terminate_ranks(const Signal& signal);
   void kill_ranks();
   std::optional<pid_t> process_of(int place) const;
   bool signal_joined(int place, int signal);
   void signal_rank(int place, int signal);
-  void signal_ranks(int signal);
+  void signal_ranks(const Signal& signal);
   void signal_rest();
   void write_records();
   void warn_if_none_joined();
@@ -155,6 +184,7 @@ class Attempt {
   const int n_restarts_;
   Nodes* const nodes_;
   const RankLayout placement_;
+  RankAddresses addresses_{placement_.world_size};
   Generations generations_;
   std::map<int, World> worlds_;  // by generation
   std::optional<ElasticMembership> elastic_;
@@ -164,6 +194,8 @@ class Attempt {
   milliseconds wake_delay_{};
   const Clock::time_point start_ = Clock::now();
   std::vector<Place> places_;
+  Foreground foreground_;
+  std::optional<int> reader_;  ///< the place whose process has the launcher's standard input
   Phase phase_ = Phase::running;
   Clock::time_point phase_deadline_ = Clock::time_point::max();
   int n_interrupts_ = 0;

@@ -1,39 +1,18 @@
 #include "run/guard.hpp"
 
-#include <dirent.h>
-#include <fcntl.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <charconv>
 #include <csignal>
-#include <cstring>
 #include <set>
 
+#include "base/close_from.hpp"
 #include "run/errors.hpp"
 
 namespace lockstep::run {
 namespace {
-
-/// Closes all descriptors from `first` on. close_range needs Linux 5.9, and a sandbox may forbid
-/// it.
-void close_from(int first) {
-  if (close_range(static_cast<unsigned>(first), ~0U, 0) == 0) return;
-  DIR* const listing = opendir("/proc/self/fd");
-  while (const dirent* const entry = listing != nullptr ? readdir(listing) : nullptr) {
-    int fd = -1;
-    std::from_chars(entry->d_name, entry->d_name + std::strlen(entry->d_name), fd);
-    if (fd >= first && fd != dirfd(listing)) close(fd);
-  }
-  if (listing != nullptr) {
-    closedir(listing);
-    return;
-  }
-  const long n_descriptors = sysconf(_SC_OPEN_MAX);
-  for (int fd = first; fd < n_descriptors; ++fd) close(fd);
-}
 
 /// Where the other end has closed, the process's signal mask or its disposition of SIGPIPE keeps
 /// it.
@@ -59,7 +38,7 @@ bool receive(int channel, pid_t& message) noexcept {
   prctl(PR_SET_NAME, "lockstep-guard");
   // A reader of the launcher's outputs must not wait for the guard to close them.
   dup2(channel, STDIN_FILENO);
-  close_from(STDIN_FILENO + 1);
+  base::close_from(STDIN_FILENO + 1);
   send(STDIN_FILENO, getpid());
 
   std::set<pid_t> groups;

@@ -18,6 +18,7 @@ using std::chrono::milliseconds;
 
 constexpr std::size_t kHeadBytes = offsetof(NodeMessage, kind);
 constexpr int kMaxPort = 65535;
+constexpr int kMostRanks = 1 << 24;  // of a world
 /// Longer than any wait; sums with it do not overflow a clock.
 constexpr milliseconds kMaxTimeout = std::chrono::hours(24 * 365);
 
@@ -106,6 +107,13 @@ HelloReply validate_hello(const NodeMessage& hello, const NodesOptions& options,
             fmt::format("two launchers at {} have --node-rank {}; it must be unique, from 0 to {}",
                         address, hello.node_rank, options.n_nodes - 1)};
   }
+  if ((hello.has_ucx != 0) != options.has_ucx) {
+    return {Action::reject_all,
+            fmt::format("nodes at {} disagree: node {} has {} liblockstep-ucx.so, node 0 has {}; "
+                        "install lockstep-ucx on all nodes, or on none",
+                        address, hello.node_rank, hello.has_ucx != 0 ? "the module" : "no",
+                        options.has_ucx ? "it" : "none")};
+  }
   const auto timeout =
       std::clamp<std::int64_t>(hello.timeout_ms, 0, milliseconds(kMaxTimeout).count());
   return {.action = Action::join, .timeout = milliseconds(timeout)};
@@ -143,7 +151,8 @@ RankLayout parse_layout(const NodeMessage& reply, const NodesOptions& options,
           .world_size = reply.world_size,
           .master_addr = options.host,
           .master_port = static_cast<std::uint16_t>(reply.master_port),
-          .run_id = text_of(reply)};
+          .run_id = text_of(reply),
+          .key = reply.key};
 }
 
 NodeFailure read_failed(const NodeMessage& message) {
@@ -151,7 +160,23 @@ NodeFailure read_failed(const NodeMessage& message) {
   const bool is_code = message.exit_code >= 1 && message.exit_code <= kMaxExitCode;
   return {.exit_code = is_code ? message.exit_code : 1,
           .interrupted = message.interrupted != 0,
-          .text = text_of(message)};
+          .text = text_of(message),
+          .rank = message.rank < 0 || message.rank > kMostRanks ? -1 : message.rank};
+}
+
+NodeMessage message_of(const RankAddress& address) {
+  NodeMessage message(Kind::address);
+  message.rank = address.rank;
+  message.world = address.world;
+  message.n_address_bytes =
+      static_cast<std::uint32_t>(std::min(address.bytes.size(), message.text.size()));
+  address.bytes.copy(message.text.data(), message.text.size());
+  return message;
+}
+
+RankAddress read_address(const NodeMessage& message) {
+  const std::size_t n_bytes = std::min<std::size_t>(message.n_address_bytes, message.text.size());
+  return {.rank = message.rank, .world = message.world, .bytes = {message.text.data(), n_bytes}};
 }
 
 }  // namespace lockstep::run

@@ -17,12 +17,13 @@
 namespace lockstep::run {
 
 inline constexpr std::uint64_t kGreeting = 0x7365646f6e736b6cULL;
-inline constexpr std::uint32_t kProtocol = 3;
+inline constexpr std::uint32_t kProtocol = 4;
 
 enum class NodeMessageKind : std::uint32_t {
   hello,     // to node 0: node rank, number of ranks
   placed,    // from node 0: all have connected; text has the run id
   rejected,  // from node 0: text has the reason
+  address,   // what a rank tells the others of its world: to node 0, which sends it to the others
   done,      // to node 0: all ranks here succeeded
   all_done,
   failed,
@@ -43,8 +44,13 @@ struct NodeMessage {
   std::int32_t master_port = 0;
   std::int32_t exit_code = 0;
   std::uint32_t interrupted = 0;
+  std::int32_t rank = -1;                      ///< of failed: that failed; of address: whose
+  std::uint32_t key = 0;                       ///< of placed
+  std::uint32_t has_ucx = 0;                   ///< of hello
+  std::uint32_t n_address_bytes = 0;           ///< of address, in text
+  std::uint64_t world = 0;                     ///< of address
   std::array<char, kMaxSecretBytes> secret{};  ///< of hello and placed
-  std::array<char, 508> text{};
+  std::array<char, 1056> text{};
 
   NodeMessage() = default;
   explicit NodeMessage(NodeMessageKind what, std::string_view words = {});
@@ -95,5 +101,9 @@ RankLayout parse_layout(const NodeMessage& reply, const NodesOptions& options,
 
 /// The content of `failed`: never an exit code of success.
 NodeFailure read_failed(const NodeMessage& message);
+
+NodeMessage message_of(const RankAddress& address);
+/// The rank may be any number.
+RankAddress read_address(const NodeMessage& message);
 
 }  // namespace lockstep::run

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <ifaddrs.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -16,6 +17,8 @@
 #include <csignal>
 #include <cstring>
 #include <lockstep/error.hpp>
+#include <random>
+#include <string_view>
 #include <utility>
 
 #include "base/fd.hpp"
@@ -23,6 +26,7 @@
 #include "run/errors.hpp"
 #include "run/node_message.hpp"
 #include "run/rank_environment.hpp"
+#include "world/environment.hpp"
 
 namespace lockstep::run {
 namespace {
@@ -32,6 +36,8 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kRetryEvery{100};
+/// Limit of the last messages, to nodes that do not read.
+constexpr milliseconds kMostToSend{1000};
 /// Limit of one connection attempt if there is no answer.
 constexpr milliseconds kConnectTime{3000};
 
@@ -48,6 +54,10 @@ void poll_or_interrupt(std::vector<pollfd> entries, Clock::time_point until,
     throw system_error("cannot wait for the other nodes");
   }
   while (const std::optional<Signal> signal = signals.next()) {
+    if (signal->number == SIGTSTP) {
+      Signals::stop_by(SIGTSTP, /*whole_group=*/false);
+      continue;
+    }
     // Warnings are for ranks, and none runs yet.
     if (signal->number != SIGCHLD && !is_warning(signal->number)) throw Interrupted{signal->number};
   }
@@ -137,6 +147,38 @@ void enable_keepalive(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
 }
 
+/// The interface with the connection's own address; empty if there is none.
+std::string interface_of(int fd) {
+  sockaddr_storage own{};
+  socklen_t n_bytes = sizeof own;
+  ifaddrs* all = nullptr;
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &n_bytes) != 0 ||
+      ::getifaddrs(&all) != 0) {
+    return {};
+  }
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> list(all, ::freeifaddrs);
+  const auto bytes_of = [](const sockaddr* address) -> std::string_view {
+    if (address->sa_family == AF_INET6) {
+      const auto* const six = reinterpret_cast<const sockaddr_in6*>(address);
+      const auto* const bytes = reinterpret_cast<const char*>(&six->sin6_addr);
+      // An IPv4 connection to a socket of both.
+      if (IN6_IS_ADDR_V4MAPPED(&six->sin6_addr)) return {bytes + 12, 4};
+      return {bytes, sizeof six->sin6_addr};
+    }
+    const auto* const four = reinterpret_cast<const sockaddr_in*>(address);
+    return {reinterpret_cast<const char*>(&four->sin_addr), sizeof four->sin_addr};
+  };
+  const std::string_view wanted = bytes_of(reinterpret_cast<const sockaddr*>(&own));
+  for (const ifaddrs* one = list.get(); one != nullptr; one = one->ifa_next) {
+    if (one->ifa_addr == nullptr) continue;
+    const int family = one->ifa_addr->sa_family;
+    if ((family == AF_INET || family == AF_INET6) && bytes_of(one->ifa_addr) == wanted) {
+      return one->ifa_name;
+    }
+  }
+  return {};
+}
+
 }  // namespace
 
 /// One connection: sends and receives complete messages.
@@ -159,10 +201,24 @@ class Link {
     return is_known ? host.data() : "an unknown address";
   }
 
-  /// A message of some hundred bytes always fits into an idle connection's buffer.
+  /// Sends it at once if the connection takes it, and otherwise with send_rest().
   void send(const NodeMessage& message) {
-    if (fd_) ::send(fd_.get(), &message, sizeof message, MSG_NOSIGNAL);
+    if (!fd_) return;
+    unsent_.append(reinterpret_cast<const char*>(&message), sizeof message);
+    send_rest();
   }
+  void send_rest() {
+    while (fd_ && has_unsent()) {
+      const ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL);
+      if (n < 0 && errno == EINTR) continue;
+      if (n <= 0) {
+        if (errno != EAGAIN) unsent_.clear();  // receive() finds that it is closed
+        return;
+      }
+      unsent_.erase(0, static_cast<std::size_t>(n));
+    }
+  }
+  bool has_unsent() const { return !unsent_.empty(); }
 
   /// The next message, without waiting; of another protocol version: only its head is valid. Closes
   /// the link if the peer closed it or is not lockstep.
@@ -191,6 +247,7 @@ class Link {
  private:
   base::UniqueFd fd_;
   NodeMessageReader reader_;
+  std::string unsent_;
 };
 
 namespace {
@@ -249,6 +306,7 @@ Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std
   placement_.n_nodes = options_.n_nodes;
   placement_.run_id = run_id;
   placement_.master_addr = options_.host;
+  options_.has_ucx = internal::has_ucx();
   if (options_.node_rank == 0) {
     accept_nodes(signals, n_ranks, n_restarts);
   } else {
@@ -256,9 +314,19 @@ Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std
     placement_ =
         parse_layout(greet_node_0(signals, n_ranks, n_restarts), options_, address_, n_ranks);
   }
+  if (!links_.empty()) placement_.interface = interface_of(links_.front()->fd());
 }
 
-Nodes::~Nodes() = default;
+Nodes::~Nodes() {
+  for (const auto end = Clock::now() + kMostToSend; Clock::now() < end;) {
+    std::vector<pollfd> entries;
+    for (const auto& link : links_) {
+      link->send_rest();
+      if (link->is_open() && link->has_unsent()) entries.push_back({link->fd(), POLLOUT, 0});
+    }
+    if (entries.empty() || ::poll(entries.data(), entries.size(), timeout_to(end)) <= 0) return;
+  }
+}
 
 std::string Nodes::limit() const {
   return fmt::format("{:g} s", std::chrono::duration<double>(options_.timeout).count());
@@ -356,6 +424,8 @@ void Nodes::send_layout(const std::vector<int>& ranks_of) {
   NodeMessage placed(Kind::placed, placement_.run_id);
   placed.set_secret(options_.secret);
   placed.master_port = placement_.master_port;
+  placement_.key = std::random_device{}();
+  placed.key = placement_.key;
   for (const int n : ranks_of) placed.world_size += n;
   placement_.world_size = placed.world_size;
   for (const auto& link : links_) {
@@ -397,6 +467,7 @@ NodeMessage Nodes::greet_node_0(const Signals& signals, int n_ranks, int n_resta
   hello.n_nodes = options_.n_nodes;
   hello.n_ranks = n_ranks;
   hello.n_restarts = n_restarts;
+  hello.has_ucx = options_.has_ucx ? 1 : 0;
   hello.set_secret(options_.secret);
   hello.timeout_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
   link.send(hello);
@@ -425,14 +496,20 @@ NodeMessage Nodes::greet_node_0(const Signals& signals, int n_ranks, int n_resta
 
 void Nodes::append_to(std::vector<pollfd>& entries) const {
   for (const auto& link : links_) {
-    if (link->is_open()) entries.push_back({.fd = link->fd(), .events = POLLIN, .revents = 0});
+    const auto events = static_cast<short>(POLLIN | (link->has_unsent() ? POLLOUT : 0));
+    if (link->is_open()) entries.push_back({.fd = link->fd(), .events = events, .revents = 0});
   }
 }
 
 std::optional<NodeFailure> Nodes::service() {
   for (const auto& link : links_) {
     if (!link->is_open()) continue;
+    link->send_rest();
     while (const auto message = link->receive()) {
+      if (message->kind == Kind::address) {
+        addresses_.push_back(read_address(*message));
+        if (placement_.node_rank == 0) relay(*message, *link);
+      }
       if (message->kind == Kind::failed && !over_) {
         const NodeFailure failure = read_failed(*message);
         report_failed(failure);
@@ -454,6 +531,16 @@ std::optional<NodeFailure> Nodes::service() {
     return failure;
   }
   return std::nullopt;
+}
+
+void Nodes::send(const RankAddress& address) {
+  for (const auto& link : links_) link->send(message_of(address));
+}
+
+void Nodes::relay(const NodeMessage& message, const Link& from) {
+  for (const auto& link : links_) {
+    if (link.get() != &from) link->send(message);
+  }
 }
 
 void Nodes::report_done() {
@@ -479,6 +566,7 @@ void Nodes::report_failed(const NodeFailure& failure) {
   NodeMessage message(Kind::failed, failure.text);
   message.exit_code = failure.exit_code;
   message.interrupted = failure.interrupted ? 1 : 0;
+  message.rank = failure.rank;
   for (const auto& link : links_) link->send(message);
 }
 

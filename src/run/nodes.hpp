@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "run/options.hpp"
@@ -25,7 +26,10 @@ struct RankLayout {
   int world_size = 0;
   std::string master_addr;
   std::uint16_t master_port = 0;
-  std::string run_id;  ///< TORCHELASTIC_RUN_ID: the same on all nodes and after a restart
+  std::string run_id;     ///< TORCHELASTIC_RUN_ID: the same on all nodes and after a restart
+  std::uint32_t key = 0;  ///< of several nodes: the same on all, and hardly in another job
+  /// The network interface over which the nodes reached each other; empty: one node, or unknown.
+  std::string interface {};
   /// Holds the port until rank 0 listens on it: see choose_master_port. Null: the user's port.
   std::shared_ptr<const base::UniqueFd> port_holder = nullptr;
 };
@@ -38,6 +42,14 @@ struct NodeFailure {
   int exit_code;
   bool interrupted;  ///< by a signal to a launcher: no restart
   std::string text;
+  int rank = -1;  ///< of the world, that failed; -1: unknown
+};
+
+/// What a rank of any node tells the others of its world: see shared::exchange_addresses.
+struct RankAddress {
+  int rank;
+  std::uint64_t world;
+  std::string bytes;
 };
 
 /// A signal ended the launcher while it waited for the other nodes.
@@ -49,9 +61,9 @@ class Link;
 struct NodeMessage;
 
 /// This launcher's connection to the other nodes, for one start of the ranks: node 0 listens, the
-/// others connect. It carries the number of ranks per node and how each node ended: control
-/// messages only, no data of ranks. Messages have one size. A peer without the secret is rejected;
-/// a node with it is trusted. Nothing is encrypted.
+/// others connect. It carries the number of ranks per node, the ranks' addresses and how each node
+/// ended: control messages only, no data of ranks. Messages have one size. A peer without the
+/// secret is rejected; a node with it is trusted. Nothing is encrypted.
 class Nodes {
  public:
   /// Waits until all nodes have connected. `run_id`: that of node 0 is used on all. Throws
@@ -68,6 +80,10 @@ class Nodes {
   void append_to(std::vector<pollfd>& entries) const;
   /// Processes received messages. Returns the first failure once.
   std::optional<NodeFailure> service();
+  /// Sends the address of a rank of this node to the other nodes.
+  void send(const RankAddress& address);
+  /// Those that service() has received since the last call.
+  std::vector<RankAddress> take_addresses() { return std::exchange(addresses_, {}); }
   /// Reports that all ranks here succeeded, once.
   void report_done();
   /// Only the first failure is reported.
@@ -89,6 +105,7 @@ class Nodes {
   // the other nodes
   void connect_to_node_0(const Signals& signals);
   NodeMessage greet_node_0(const Signals& signals, int n_ranks, int n_restarts);
+  void relay(const NodeMessage& message, const Link& from);
   void reject(Link& link, const std::string& text);
   [[noreturn]] void reject_all(const std::string& text);
   void finish_if_all_done();
@@ -100,6 +117,7 @@ class Nodes {
   RankLayout placement_;
   std::string rejected_;                      // why the last peer was rejected
   std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; others: one to node 0
+  std::vector<RankAddress> addresses_;
   int n_done_ = 0;
   bool done_reported_ = false;
   bool over_ = false;

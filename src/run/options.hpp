@@ -33,13 +33,16 @@ struct NodesOptions {
   std::uint16_t port = 0;
   std::chrono::milliseconds timeout{300'000};  ///< until all nodes have connected
   std::string secret;                          ///< at most kMaxSecretBytes; the same on all nodes
+  bool has_ucx = false;                        ///< whether the module of the ucx engine is here
 };
 
 /// Going on after a lost rank.
 struct ElasticOptions {
-  int least = 0;                                   ///< ranks; 0: the loss of a rank ends the job
-  int most = 0;                                    ///< ranks up to which lost ones are replaced
-  std::chrono::milliseconds start_limit{300'000};  ///< of a replacement, until it asks for a world
+  int least = 0;  ///< ranks; 0: the loss of a rank ends the job
+  int most = 0;   ///< ranks up to which lost ones are replaced
+  /// Of a replacement, until it asks for a world, and of a lost node, until it returns.
+  std::chrono::milliseconds start_limit{300'000};
+  std::chrono::milliseconds lease{5000};  ///< of the nodes other than node 0: see NodeLease
 };
 
 /// The command line of `lockstep run`.
@@ -52,6 +55,7 @@ struct Options {
   std::chrono::milliseconds grace{10'000};  ///< between SIGTERM and SIGKILL
   Bind bind = Bind::none;
   Prefix prefix = Prefix::automatic;
+  std::optional<int> stdin_rank = 0;  ///< that gets the launcher's standard input; none: no rank
   NodesOptions nodes;
   ElasticOptions elastic;
 };

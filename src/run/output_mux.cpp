@@ -62,6 +62,16 @@ base::UniqueFd OutputMux::open_stream(int rank, int kind, LineSink& sink, base::
   return std::move(pair.rank_end);
 }
 
+void OutputMux::pass_at_once(int rank) {
+  for (Stream& stream : streams_) {
+    if (stream.rank != rank || !stream.sink->is_terminal()) continue;
+    stream.passes_at_once = true;
+    stream.sink->put(stream.rank, stream.kind, stream.line);
+    stream.sink->flush();
+    stream.line.clear();
+  }
+}
+
 void OutputMux::print_line(std::string_view line) {
   stderr_->print_line(line);
   stderr_->flush();
@@ -125,7 +135,7 @@ void OutputMux::take(Stream& stream, std::string_view text) {
   // On a terminal a carriage return shows what came before it, for progress bars.
   const std::size_t last =
       stream.sink->is_terminal() ? text.find_last_of("\r\n") : text.rfind('\n');
-  const std::size_t n_bytes = last + 1;  // npos + 1 is 0
+  const std::size_t n_bytes = stream.passes_at_once ? text.size() : last + 1;  // npos + 1 is 0
   if (n_bytes > 0) {
     stream.line += text.substr(0, n_bytes);
     stream.sink->put(stream.rank, stream.kind, stream.line);

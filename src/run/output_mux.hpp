@@ -30,6 +30,9 @@ class OutputMux {
 
   /// Opens the outputs of a rank. Throws SystemError. The logs may be empty descriptors.
   RankOutputs add(int rank, base::UniqueFd stdout_log, base::UniqueFd stderr_log);
+  /// From now on a terminal shows a rank's output as it comes, not by lines, and now what has come
+  /// of its last line: a prompt, and what is typed after it.
+  void pass_at_once(int rank);
   /// A line of the launcher's own on stderr.
   void print_line(std::string_view line);
 
@@ -56,6 +59,7 @@ class OutputMux {
     base::UniqueFd log;
     std::string line;  // unfinished
     bool abandoned = false;
+    bool passes_at_once = false;
   };
 
   base::UniqueFd open_stream(int rank, int kind, LineSink& sink, base::UniqueFd log);

@@ -7,7 +7,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <string_view>
+#include <system_error>
 
 #include "base/fd.hpp"
 #include "base/number.hpp"
@@ -33,6 +35,12 @@ void take_free_port(RankLayout& placement) {
   }
   placement.master_port = ntohs(address.sin_port);
   placement.port_holder = std::make_shared<const base::UniqueFd>(std::move(fd));
+}
+
+bool has_infiniband() {
+  const std::filesystem::path devices = "/sys/class/infiniband";
+  std::error_code ignored;
+  return std::filesystem::exists(devices, ignored) && !std::filesystem::is_empty(devices, ignored);
 }
 
 }  // namespace
@@ -73,6 +81,11 @@ std::vector<std::string> rank_environment(const WorldEnvironment& world, int loc
   };
   if (!internal::variable("OMP_NUM_THREADS")) {
     result.push_back(fmt::format("OMP_NUM_THREADS={}", world.n_threads));
+  }
+  // UCX would take any interface, also one without a route to the other nodes. Where there is
+  // InfiniBand it chooses.
+  if (!placement.interface.empty() && !internal::variable("UCX_NET_DEVICES") && !has_infiniband()) {
+    result.push_back(fmt::format("UCX_NET_DEVICES={}", placement.interface));
   }
   const std::size_t n_own = result.size();
   for (char** entry = environ; *entry != nullptr; ++entry) {

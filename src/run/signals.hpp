@@ -9,14 +9,14 @@ namespace lockstep::run {
 
 struct Signal {
   int number;
-  pid_t sender;  ///< for SIGCHLD: the child
+  pid_t sender;  ///< for SIGCHLD: the child; 0: the kernel, for a key
 };
 
 /// Slurm's warnings before the end of a job (sbatch --signal=USR1@60): they end nothing.
 constexpr bool is_warning(int signal) { return signal == SIGUSR1 || signal == SIGUSR2; }
 
-/// Turns the launcher's signals (SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2) into a
-/// descriptor for poll, and ignores SIGPIPE and SIGXFSZ: the failed write reports the error.
+/// Turns the launcher's signals (SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGTSTP) into
+/// a descriptor for poll, and ignores SIGPIPE and SIGXFSZ: the failed write reports the error.
 /// Signals that were ignored at the start (nohup) stay ignored.
 class Signals {
  public:
@@ -29,6 +29,10 @@ class Signals {
   int fd() const noexcept { return fd_.get(); }
   /// The next signal, without waiting.
   std::optional<Signal> next() const;
+  /// Stops this process by the signal, or its whole process group, and returns when it has been
+  /// continued. Returns false, and at once, if no shell could continue it: the kernel stops no
+  /// orphaned process group.
+  static bool stop_by(int signal, bool whole_group) noexcept;
   /// Restores the state found at the start. Async-signal-safe: for a child.
   void restore() const noexcept;
 

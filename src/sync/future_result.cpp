@@ -2,7 +2,7 @@
 
 #include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 
 namespace lockstep::detail {
 namespace {

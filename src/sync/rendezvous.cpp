@@ -134,10 +134,11 @@ class Rendezvous::InCall {
   Participant& participant_;
 };
 
-std::shared_ptr<Participant> Rendezvous::add(int id, std::source_location where) {
+std::shared_ptr<Participant> Rendezvous::add(const char* operation, int id,
+                                             std::source_location where) {
   auto participant = std::make_shared<Participant>(id);
   const auto reject = [&](const std::string& text) {
-    throw UsageError(context(*participant, "register_slave", /*round=*/0, where), text);
+    throw UsageError(context(*participant, operation, /*round=*/0, where), text);
   };
   if (id == kMasterId) reject("got id 0, which is the master's; slaves have ids above 0");
   if (id < 0) reject(fmt::format("got id {}; slaves have ids above 0", id));

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 #include <lockstep/types.hpp>
 
 #include "group/failure.hpp"
@@ -43,7 +43,7 @@ class Rendezvous {
   explicit Rendezvous(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   /// Throws UsageError for an id that is below 1 or taken, and during run_master.
-  std::shared_ptr<Participant> add(int id, std::source_location where);
+  std::shared_ptr<Participant> add(const char* operation, int id, std::source_location where);
   ErasedValue run_slave(Participant& participant, ErasedValue message, Timeout timeout,
                         std::source_location where);
   ErasedValue run_master(ErasedValue message, const MasterEnd::Callback& callback, Timeout timeout,

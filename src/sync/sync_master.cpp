@@ -2,7 +2,7 @@
 #include <utility>
 
 #include <lockstep/error.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 
 #include "sync/rendezvous.hpp"
 
@@ -62,10 +62,10 @@ MasterEnd::~MasterEnd() {
                                          : "the master left: its SyncMaster was destroyed"});
 }
 
-SlaveEnd MasterEnd::register_slave(int id, std::source_location where) {
+SlaveEnd MasterEnd::register_slave(const char* operation, int id, std::source_location where) {
   const std::scoped_lock lock(mutex_);
-  if (rendezvous_->is_used()) start_new_registration("register_slave", where);
-  return SlaveEnd(rendezvous_, rendezvous_->add(id, where));
+  if (rendezvous_->is_used()) start_new_registration(operation, where);
+  return SlaveEnd(rendezvous_, rendezvous_->add(operation, id, where));
 }
 
 void MasterEnd::clear_slaves(std::source_location where) {

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <utility>
 
 #include "world/environment.hpp"

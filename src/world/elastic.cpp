@@ -80,9 +80,9 @@ bool internal::is_beside_elastic() {
 
 bool is_elastic() noexcept { return internal::elastic() != nullptr; }
 
-bool replacements_wait() noexcept {
+bool has_waiting_replacements() noexcept {
   const auto elastic = internal::elastic();
-  return elastic != nullptr && elastic->replacements_wait();
+  return elastic != nullptr && elastic->has_waiting_replacements();
 }
 
 }  // namespace lockstep

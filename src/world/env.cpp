@@ -57,6 +57,7 @@ Env Env::read() {
   env.segment = variable("LOCKSTEP_SEGMENT");
   env.simd = variable("LOCKSTEP_SIMD");
   env.mpi = variable("LOCKSTEP_MPI");
+  env.ucx = variable("LOCKSTEP_UCX");
   env.tune = variable("LOCKSTEP_TUNE");
   shared::parse_tuning(env.tune);  // rejects invalid values
   env.network = variable("LOCKSTEP_NETWORK");

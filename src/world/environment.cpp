@@ -13,6 +13,7 @@
 
 #include "base/abstract_socket.hpp"
 #include "base/process.hpp"
+#include "engines/ucx/ucx.hpp"
 #include "world/slurm_tasks.hpp"
 #include "world/variables.hpp"
 
@@ -290,6 +291,8 @@ std::string internal::describe_world() {
                      name_of(launcher));
 }
 
+bool internal::has_ucx() { return !ucx::find_module(variable("LOCKSTEP_UCX")).path.empty(); }
+
 std::string internal::find_mpi(Launcher launcher, const Env& env) {
   if (launcher == Launcher::lockstep) return {};
   if (env.mpi && !env.mpi->empty()) return *env.mpi;
@@ -312,6 +315,7 @@ internal::World internal::read_world(Launcher launcher) {
   }
   world.launcher = launcher;
   world.mpi = find_mpi(launcher, env);
+  world.ucx_transports = variable("UCX_TLS").value_or(world.ucx_transports);
   world.env = env;
   return world;
 }

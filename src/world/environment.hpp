@@ -1,6 +1,6 @@
 #pragma once
 
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <string>
 
 #include "world/session.hpp"
@@ -22,6 +22,8 @@ void unmark_joined() noexcept;
 
 /// World::mpi of a rank that `launcher` started.
 std::string find_mpi(Launcher launcher, const Env& env);
+/// Whether the ranks of `lockstep run` have the module of the ucx engine.
+bool has_ucx();
 
 /// The launcher and the variables that describe a world of more than one rank; empty if the
 /// environment describes none. Throws UsageError if variables contradict each other.

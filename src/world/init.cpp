@@ -2,7 +2,7 @@
 #include <chrono>
 #include <exception>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <optional>
 #include <utility>
 

@@ -3,7 +3,7 @@
 
 #include <exception>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <system_error>
 #include <thread>
 #include <vector>

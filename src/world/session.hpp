@@ -4,7 +4,7 @@
 #include <chrono>
 #include <lockstep/error.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <memory>
 #include <source_location>
 #include <string>

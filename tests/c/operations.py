@@ -1,4 +1,4 @@
-# The C interface from Python's ctypes, as docs/binding.md shows it: operations.py LIBRARY [fail]
+# The C interface from Python's ctypes, as docs/c_api.md shows it: operations.py LIBRARY [fail]
 import ctypes
 import sys
 

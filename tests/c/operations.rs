@@ -1,4 +1,4 @@
-// The C interface from Rust, as docs/binding.md shows it.
+// The C interface from Rust, as docs/c_api.md shows it.
 use std::ffi::{CStr, CString};
 use std::os::raw::{c_char, c_int, c_void};
 use std::ptr;

@@ -138,9 +138,10 @@ bool can_miss_calls() {
 
 Command::Command(const StartOptions& start) : mark_(next_mark()), watchdog_(start.watchdog) {
   const base::UniqueFd input = input_file(start.input);
-  Ends out = start.terminal ? make_terminal() : make_pipe();
+  const bool has_terminal = start.terminal || start.session;
+  Ends out = has_terminal ? make_terminal() : make_pipe();
   Ends err;
-  if (!start.terminal) err = make_pipe();
+  if (!has_terminal) err = make_pipe();
 
   std::vector<std::string> arguments;
   if (!start.shell.empty()) arguments = {"/bin/sh", "-c", start.shell, "sh"};
@@ -153,9 +154,10 @@ Command::Command(const StartOptions& start) : mark_(next_mark()), watchdog_(star
   pid_ = fork();
   if (pid_ < 0) throw std::system_error(errno, std::generic_category(), "cannot fork");
   if (pid_ == 0) {
-    dup2(input.get(), STDIN_FILENO);
+    dup2(start.session ? out.write.get() : input.get(), STDIN_FILENO);
+    if (start.session && (setsid() < 0 || ioctl(STDIN_FILENO, TIOCSCTTY, 0) != 0)) _exit(97);
     dup2(out.write.get(), STDOUT_FILENO);
-    dup2(start.terminal ? out.write.get() : err.write.get(), STDERR_FILENO);
+    dup2(has_terminal ? out.write.get() : err.write.get(), STDERR_FILENO);
     if (start.missing_call >= 0 && !remove_call(start.missing_call)) _exit(98);
     execve(argument_pointers[0], argument_pointers.data(), variable_pointers.data());
     _exit(99);
@@ -173,6 +175,12 @@ Command::~Command() {
 }
 
 void Command::send(int signal) const { kill(pid_, signal); }
+
+void Command::type(const std::string& keys) const {
+  if (write(out_.get(), keys.data(), keys.size()) != static_cast<ssize_t>(keys.size())) {
+    throw std::runtime_error("write to a terminal");
+  }
+}
 
 bool Command::read_some(int timeout_ms) {
   std::array<pollfd, 2> entries{{{out_.get(), POLLIN, 0}, {err_.get(), POLLIN, 0}}};

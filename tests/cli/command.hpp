@@ -29,6 +29,7 @@ struct StartOptions {
   std::map<std::string, std::string> variables = {};  ///< over the test's environment
   std::optional<std::string> input = {};              ///< on its stdin; else /dev/null
   bool terminal = false;                              ///< stdout and stderr are one terminal
+  bool session = false;    ///< and stdin, which is the controlling terminal of a new session
   std::string shell = {};  ///< a shell line to start it by, where "$@" is the command line
   std::chrono::seconds watchdog{120};  ///< only a hang takes so long
   std::string program = {};            ///< other than `lockstep`
@@ -50,6 +51,8 @@ class Command {
 
   pid_t pid() const { return pid_; }
   void send(int signal) const;
+  /// Types on the terminal of a session.
+  void type(const std::string& keys) const;
   /// Reads until `text` has come on stdout or stderr so many times.
   void read_until(const std::string& text, int times = 1);
   /// What has come so far.

@@ -110,6 +110,40 @@ TEST(RunNodesTest, ranks_are_numbered_over_all_nodes) {
   EXPECT_EQ(sorted_lines_of(ended_last.out), (Lines{"5/6 0/1 2 127.0.0.1"}));
 }
 
+TEST(RunNodesTest, rank_of_another_node_reads_the_input_of_that_node) {
+  const std::string rendezvous = free_rendezvous();
+  const std::string script = "echo $RANK reads $(cat)";
+  const auto first = start({.node_rank = 0,
+                            .rendezvous = rendezvous,
+                            .n_ranks = 1,
+                            .script = script,
+                            .options = {"--stdin", "1"},
+                            .shell = "echo this one | \"$@\""});
+  const auto second = start({.node_rank = 1,
+                             .rendezvous = rendezvous,
+                             .n_ranks = 1,
+                             .script = script,
+                             .options = {"--stdin", "1"},
+                             .shell = "echo that one | \"$@\""});
+  EXPECT_EQ(first->wait().out, "0 reads\n");
+  EXPECT_EQ(second->wait().out, "1 reads that one\n");
+}
+
+TEST(RunNodesTest, ctrl_z_does_not_stop_one_node_of_several) {
+  const std::string rendezvous = free_rendezvous();
+  const std::string script = "echo begun; read x; sleep 1000";
+  const auto first =
+      start({.node_rank = 0, .rendezvous = rendezvous, .n_ranks = 1, .script = script});
+  const auto second =
+      start({.node_rank = 1, .rendezvous = rendezvous, .n_ranks = 1, .script = script});
+  first->read_until("begun");
+  first->send(SIGTSTP);
+  first->read_until("SIGTSTP: not stopped, because the other nodes would take this one for lost");
+  first->send(SIGTERM);
+  EXPECT_EQ(first->wait().exit_code, 128 + SIGTERM);
+  EXPECT_NE(second->wait().exit_code, 0);
+}
+
 TEST(RunNodesTest, a_rank_that_fails_ends_the_ranks_of_all_nodes) {
   const std::string script = "[ $RANK = 3 ] && exit 7; sleep 1000";
   const std::string rendezvous = free_rendezvous();

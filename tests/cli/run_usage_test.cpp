@@ -24,7 +24,7 @@ void expect_refused(const std::vector<std::string>& arguments, const std::string
 TEST(CliTest, help_and_version) {
   const Ended help = command({"--help"});
   EXPECT_EQ(help.exit_code, 0);
-  expect_contains(help.out, "lockstep run -n 4 ./my_program");
+  expect_contains(help.out, "lockstep run -n 4 -- ./my_program");
   const Ended version = command({"--version"});
   EXPECT_EQ(version.exit_code, 0);
   EXPECT_TRUE(version.out.starts_with("lockstep ")) << version.out;
@@ -37,7 +37,7 @@ TEST(CliTest, unknown_subcommand) {
   const Ended ended = command({"walk"});
   EXPECT_EQ(ended.exit_code, 2);
   expect_contains(ended.err, "'walk'");
-  EXPECT_NE(command({"./walk"}).err.find("lockstep run -n N ./program"), std::string::npos);
+  EXPECT_NE(command({"./walk"}).err.find("lockstep run -n N -- ./program"), std::string::npos);
 }
 
 TEST(RunUsageTest, help_explains) {

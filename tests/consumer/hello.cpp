@@ -1,5 +1,6 @@
 #include <cstdio>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -18,17 +19,17 @@ bool add_up() {
 
 }  // namespace
 
-// hello: one rank, alone or of a launcher; hello mpi: of mpirun, over its MPI; hello threads: three
-// ranks of its own.
+// hello: one rank, alone or of a launcher; hello mpi: of mpirun, over its MPI; hello ucx: of
+// `lockstep run`, over UCX; hello threads: three ranks of its own.
 int main(int argc, char** argv) {
-  const bool is_over_mpi = argc > 1 && std::string_view(argv[1]) == "mpi";
-  if (argc > 1 && !is_over_mpi) {
+  const std::string_view given = argc > 1 ? argv[1] : "auto";
+  if (given == "threads") {
     lockstep::run_ranks(3, [] {
       if (!add_up()) throw std::runtime_error("wrong sum");
     });
     return 0;
   }
-  lockstep::init_dist({.backend = is_over_mpi ? "mpi" : "auto"});
+  lockstep::init_dist({.backend = std::string(given)});
   const bool right = add_up();
   lockstep::destroy_dist();
   return right ? 0 : 1;

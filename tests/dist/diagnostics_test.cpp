@@ -141,6 +141,31 @@ constexpr Snippet kSnippets[] = {
     {"static_cast<void>(all_reduce_value(1, group));",
      "the arguments are (data, op, group, timeout)"},
     {"all_reduce(v, 0);", "op is a ReduceOp"},
+    {"double w[2]{}; all_reduce(w, {.op = \"sum\"});", "parse_reduce_op(text)"},
+    {"double w[3]{}; all_reduce(w, {.timeout = 5});", "timeout is a duration, such as 5s"},
+    {"double w[4]{}; all_reduce(w, {.op = 1, .group = group});", "op is a ReduceOp"},
+    {"double w[5]{}; reduce(w, 0, {.timeout = 5});", "timeout is a duration"},
+    {"double w[9]{}; reduce(w, 0, group);", "reduce dst after data"},
+    {"static_cast<void>(all_reduce_value(1L, {.op = 3}));", "op is a ReduceOp"},
+    {"double w[6]{}; static_cast<void>(all_reduce_async(w, {.timeout = 5}));",
+     "timeout is a duration"},
+    {"nn::all_reduce(std::move(tensor.grad()), {.op = ReduceOp::mean});",
+     "pass a named at::Tensor that is not const"},
+    // members of Group
+    {"double w[10]{}; group.all_reduce(w, 5s);", "a member of Group takes (data, op, timeout)"},
+    {"double w[7]{}; group.all_reduce(w, {.op = ReduceOp::max});",
+     "a member of Group takes (data, op, timeout)"},
+    {"double w[8]{}; group.all_reduce(w, group);", "a member of Group takes (data, op, timeout)"},
+    {"static_cast<void>(group.all_reduce_value(1U, 5s));", "op is a ReduceOp"},
+    {"std::vector<std::complex<double>> d; group.all_reduce(d);", "elements are bool, integers"},
+    {"short x = 1; group.broadcast(x);", "a single number is not a range"},
+    {"short* p = nullptr; group.send(p, 1);", "a pointer has no length"},
+    {"const std::vector<short> d(1); group.all_reduce(d);",
+     "pass a named object that is not const"},
+    {"static_cast<void>(group.send_async(std::vector<short>(3), 1));",
+     "reads the data until Work::wait returns"},
+    {"at::Tensor t; static_cast<void>(group.send_async(t, 1));",
+     "call the function of the same name in lockstep::nn"},
     // objects
     {"static_cast<void>(all_gather_object(\"text\"));", "pass a std::string"},
     {"std::vector<std::string> all = all_gather_object(\"texts\");", "pass a std::string"},
@@ -305,11 +330,37 @@ void f() {
   nn::assert_in_sync(&module, optimizer, group);
   send(std::vector<int>{1}, 1);
   reduce_scatter_async(all, std::span(all).first(3)).wait();
+  all_reduce(v, {.op = ReduceOp::mean, .group = group, .timeout = 5s});
+  all_reduce(v, {});
+  CallOptions options{.group = group};
+  all_reduce(v, options);
+  reduce(v, 0, {.timeout = 5s});
+  reduce_scatter(mine, std::span(all).first(1), {.op = ReduceOp::max});
+  nn::all_reduce(gradient, {.op = ReduceOp::mean});
+  nn::all_reduce(gradient, options);
+  group.all_reduce(v, ReduceOp::max, 5s);
+  group.all_reduce({p, 5, DType::f32});
+  parts = group.all_gather(mine);
+  group.all_gather(mine, all, 5s);
+  group.send(std::vector<int>{1}, 1);
 }
 )";
   const Output output = compile(file);
   EXPECT_EQ(output.status, 0);
   for (const std::string& line : output.lines) ADD_FAILURE() << line;
+}
+
+TEST_F(DiagnosticsTest, former_names_say_the_present_one) {
+  const auto file = dir_ / "former.cpp";
+  std::ofstream(file)
+      << "#include <lockstep/lockstep.hpp>\n"
+         "bool f() { lockstep::count_step(); return lockstep::replacements_wait(); }\n";
+  const Output output = compile(file);
+  EXPECT_EQ(output.status, 0);
+  std::string text;
+  for (const std::string& line : output.lines) text += line + '\n';
+  EXPECT_NE(text.find("is deprecated: use step_done"), std::string::npos) << text;
+  EXPECT_NE(text.find("is deprecated: use has_waiting_replacements"), std::string::npos) << text;
 }
 
 }  // namespace

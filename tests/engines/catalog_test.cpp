@@ -76,7 +76,8 @@ TEST(CatalogTest, hierarchical_takes_an_engine_between_hosts) {
   const Availability without = of("hierarchical", world);
   EXPECT_FALSE(without.is_available);
   EXPECT_EQ(without.reason,
-            "needs an engine between hosts, mpi or (with libtorch) gloo, and more than one rank");
+            "needs an engine between hosts, ucx, mpi or (with libtorch) gloo, and more than one "
+            "rank");
   world.mpi = "/proc/self/exe";  // a file that exists
   EXPECT_TRUE(of("hierarchical", world).is_available);
 }

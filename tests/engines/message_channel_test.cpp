@@ -48,7 +48,7 @@ class ScriptedTransport final : public Transport {
     if (script_.has_no_memory) throw std::bad_alloc();
     if (script_.error) throw *script_.error;
   }
-  State wait(std::chrono::steady_clock::time_point) override {
+  State wait(detail::JobClock::time_point) override {
     script_.received.insert(script_.received.end(), script_.received_in_wait.begin(),
                             script_.received_in_wait.end());
     script_.received_in_wait.clear();
@@ -74,7 +74,8 @@ class ScriptedTransport final : public Transport {
     script_.received.pop_front();
     return message;
   }
-  std::unique_ptr<Transport> split(const std::vector<int>&, std::int32_t) override {
+  std::unique_ptr<Transport> split(const std::vector<int>&, std::int32_t,
+                                   std::span<const std::byte>) override {
     return std::make_unique<ScriptedTransport>(*part_);
   }
 

@@ -227,7 +227,7 @@ class Program {
     if (fate_ != nullptr) fate_->train(static_cast<int>(step));
     // Until the replacement has come: what it gets matters to the steps that follow.
     const bool is_awaited = fate_ == nullptr && point_.fatal != "alone" && step > kFatalStep + 2;
-    while (is_awaited && lockstep::get_world_size() < 3 && !lockstep::replacements_wait()) {
+    while (is_awaited && lockstep::get_world_size() < 3 && !lockstep::has_waiting_replacements()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     point_.in_step(point_.fatal == "regroup" && fate::place() == 1 ? "regroup" : "before_forward");

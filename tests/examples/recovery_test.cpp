@@ -256,6 +256,31 @@ TEST_F(RecoveryTest, elastic_ranks_of_which_two_are_killed_and_one_is_replaced_a
 
 TEST_F(RecoveryTest, in_shards_they_have_its_bits) { kill_two_of_four(kInShards); }
 
+TEST_F(RecoveryTest, in_shards_twenty_kills_leave_its_bits) {
+  constexpr int kKills = 20, kStepsBetween = 15;
+  int n_killed = 0;
+  const auto kill_in_turn = [&](const nlohmann::json& line, const Metrics& metrics) {
+    if (line["event"] != "steps" || line["step"] < kStepsBetween * (n_killed + 1)) return;
+    if (n_killed == kKills || !metrics.has_room()) return;
+    const int rank = n_killed++ % 4;
+    await_replacement("elastic", {{rank, kill_rank("elastic", rank)}});
+  };
+  const Training elastic = train("elastic", "-n 4 --elastic 1:4", kInShards, kill_in_turn);
+  EXPECT_EQ(n_killed, kKills) << elastic.errors;
+  EXPECT_NE(elastic.errors.find("generation 20: "), std::string::npos) << elastic.errors;
+  EXPECT_EQ(elastic.exit_code, 0) << elastic.errors;
+  const Training alone = train("alone", "-n 1", kInShards, [](const auto&...) {});
+  // A rank that is killed between a step and its line takes the line with it.
+  int last = 0;
+  for (const nlohmann::json& line : elastic.steps) {
+    EXPECT_GT(line["step"], last);
+    last = line["step"];
+    EXPECT_EQ(line["loss"], alone.steps.at(static_cast<std::size_t>(last) - 1)["loss"]);
+  }
+  EXPECT_GT(elastic.steps.size(), alone.steps.size() - kKills);
+  EXPECT_EQ(difference("alone.pt", "elastic.pt", "f32"), 0);
+}
+
 TEST_F(RecoveryTest, elastic_replacement_becomes_rank_0) {
   std::map<int, pid_t> killed;
   bool has_joined = false;

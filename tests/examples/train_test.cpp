@@ -8,8 +8,8 @@
 #include <fstream>
 #include <iterator>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
+#include <lockstep/world.hpp>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>

@@ -561,7 +561,7 @@ detail::Membership join_over(const detail::StorePtr& store, int rank,
                                         .action = "join",
                                         .earlier = earlier,
                                         .earlier_ranks = {0, 1, 2}});
-  rendezvous.join(std::chrono::steady_clock::now() + limit);
+  rendezvous.join(lockstep::detail::JobClock::now() + limit);
   return rendezvous.membership();
 }
 

@@ -11,9 +11,9 @@
 #include <limits>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/nn/distributed_sampler.hpp>
 #include <lockstep/nn/elastic.hpp>
+#include <lockstep/world.hpp>
 #include <string>
 #include <utility>
 #include <vector>

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <lockstep/error.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 #include <span>
 #include <string>
 #include <vector>

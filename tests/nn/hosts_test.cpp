@@ -62,31 +62,7 @@ TEST(HostsTest, every_operation_is_right_where_init_dist_checks_them) {
 TEST(HostsTest, a_cut_cable_is_blamed_on_no_rank_of_the_own_host) {
   const Namespaces machines(2);
   if (!machines.missing().empty()) GTEST_SKIP() << machines.missing();
-  constexpr int kRanks = 4;
-  const TemporaryFolder folder;
-  const auto file_of = [&](int rank, const char* suffix) {
-    return folder / (std::to_string(rank) + suffix);
-  };
-  const auto have_all = [&](const char* suffix) {
-    return wait_until([&] {
-      int n = 0;
-      for (int r = 0; r < kRanks; ++r) n += std::filesystem::exists(file_of(r, suffix)) ? 1 : 0;
-      return n == kRanks;
-    });
-  };
-  const auto nodes = start_on_machines(2, {{HOSTS_PROGRAM, "auto", folder.path()}});
-  ASSERT_TRUE(have_all(".ready"));
-  Namespaces::cut(1);
-  std::ofstream(folder / "go").close();
-  ASSERT_TRUE(have_all(".said"));
-  for (int r = 0; r < kRanks; ++r) {
-    const std::string text = contents_of(file_of(r, ".said"));
-    const int leader = r / 2 * 2;
-    EXPECT_TRUE(contains(text, "rank " + std::to_string(leader) + " waited 2 s for rank " +
-                                   std::to_string(2 - leader) + " of ranks 0, 2"))
-        << text;
-  }
-  wait_for(nodes);
+  expect_cut_cable_blames_the_other_machine(HOSTS_PROGRAM, /*ucx=*/"off");
 }
 
 /// First and last moment of one collective on one host.

@@ -130,6 +130,11 @@ TEST_P(ShardsTrainingTest, give_the_same_bits_on_any_number_of_ranks) {
     EXPECT_EQ(train_on({Form::threads, n}, GetParam()), alone) << n << " threads";
     EXPECT_EQ(train_on({Form::processes, n}, GetParam()), alone) << n << " processes";
   }
+  // Where a host's shards are a node of the tree (2 and 4 of two each) and where they are none.
+  for (const int n : {2, 3, 4, 5}) {
+    EXPECT_EQ(train_on({Form::hosts, n}, GetParam()), alone) << n << " on hosts";
+    EXPECT_EQ(train_on({Form::messages, n}, GetParam()), alone) << n << " over messages";
+  }
 }
 constexpr const char* kTrainings[] = {"f32", "f64", "empty_shards", "micro_batches"};
 INSTANTIATE_TEST_SUITE_P(Trainings, ShardsTrainingTest,
@@ -316,25 +321,46 @@ TEST(ShardsRefusalTest, a_shard_that_throws_ends_the_backward_of_the_others) {
   });
 }
 
-/// An Error too, if it is none of the shards' groups.
-TEST(ShardsRefusalTest, an_error_of_something_else_ends_the_step_of_the_others) {
-  on_ranks(2, [](int rank) {
-    torch::set_num_threads(1);
-    torch::nn::Sequential net(torch::nn::Linear(5, 2));
-    DistributedDataParallel ddp(net, {.shards = 4});
-    const auto run = [&] {
-      ddp.run_shards(Random(3).normal({4, 5}, at::kFloat),
-                     [](auto& mine, const at::Tensor& images) {
-                       if (get_rank() == 3) throw SystemError({}, ENOENT, "no such file");
-                       return sum_of(mine, images);
-                     });
-    };
-    if (rank == 1) {
-      EXPECT_THROW(run(), SystemError);
-    } else {
-      expect_contains(test::thrown<PeerFailed>(run), "rank 3 failed: no such file");
-    }
-  });
+/// An Error too, if it is none of the shards' groups: one that only this shard has.
+class ShardsErrorTest : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Where, ShardsErrorTest, ::testing::Bool(), [](const auto& is_in_backward) {
+  return is_in_backward.param ? "backward" : "forward";
+});
+
+TEST_P(ShardsErrorTest, of_something_else_ends_the_step_of_the_others) {
+  const std::vector<std::exception_ptr> errors = {
+      std::make_exception_ptr(SystemError({}, ENOENT, "no such file")),
+      std::make_exception_ptr(TimeoutError({.group = "of readers"}, "no such file")),
+      std::make_exception_ptr(PeerFailed({.group = "of readers"}, "no such file"))};
+  for (const std::exception_ptr& error : errors) {
+    on_ranks(2, [&error](int rank) {
+      torch::set_num_threads(1);
+      torch::nn::Sequential net(torch::nn::Linear(5, 2));
+      DistributedDataParallel ddp(net, {.shards = 4});
+      const auto run = [&] {
+        ddp.run_shards(Random(3).normal({4, 5}, at::kFloat),
+                       [&error](auto& mine, const at::Tensor& images) {
+                         const bool throws = get_rank() == 3;
+                         if (throws && !GetParam()) std::rethrow_exception(error);
+                         const at::Tensor sum = sum_of(mine, images);
+                         if (throws) {
+                           sum.register_hook([&error](const at::Tensor& gradient) {
+                             std::rethrow_exception(error);
+                             return gradient;
+                           });
+                         }
+                         return sum;
+                       });
+      };
+      try {
+        run();
+        ADD_FAILURE() << "a step without a shard";
+      } catch (const Error& thrown) {
+        expect_contains(thrown.what(), rank == 1 ? "no such file" : "rank 3 failed");
+        expect_contains(thrown.what(), "no such file");
+      }
+    });
+  }
 }
 
 /// An error that all shards throw leaves their groups alive.

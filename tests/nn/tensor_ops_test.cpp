@@ -37,6 +37,58 @@ TEST(TensorOpsTest, all_reduce_every_type) {
   });
 }
 
+TEST(TensorOpsTest, arguments_by_name) {
+  on_ranks(3, [](int rank) {
+    const Group pair = default_group().split(rank == 0 ? 0 : 1);  // of ranks 1 and 2
+    const CallOptions options{.op = ReduceOp::max, .group = pair};
+    const auto expect_max = [&](const Tensor& result) {
+      EXPECT_EQ(result.item<int>(), rank == 0 ? 0 : 2);
+    };
+    const Tensor own = at::full({1}, rank);
+    const auto change = [&](const auto& call) {
+      Tensor data = own.clone();
+      call(data);
+      return data;
+    };
+    expect_max(change([&](Tensor& data) { all_reduce(data, options); }));
+    expect_max(change([&](Tensor& data) { all_reduce_async(data, options).wait(); }));
+    const auto expect_max_on_dst = [&](const Tensor& result) {
+      EXPECT_EQ(result.item<int>(), rank == 0 ? 0 : pair.rank() == 1 ? 2 : rank);
+    };
+    const int dst = pair.size() - 1;
+    expect_max_on_dst(change([&](Tensor& data) { reduce(data, dst, options); }));
+    expect_max_on_dst(change([&](Tensor& data) { reduce_async(data, dst, options).wait(); }));
+    const std::vector<Tensor> parts(static_cast<std::size_t>(pair.size()), own);
+    expect_max(change([&](Tensor& data) { reduce_scatter(data, parts, options); }));
+    expect_max(change([&](Tensor& data) { reduce_scatter_async(data, parts, options).wait(); }));
+
+    std::vector<Tensor> list{own.clone()};
+    all_reduce(list, options);
+    expect_max(list[0]);
+    list = {own.clone()};
+    reduce(list, dst, options);
+    expect_max_on_dst(list[0]);
+    list = {own.clone()};
+    reduce_scatter(list, std::vector<std::vector<Tensor>>(parts.size(), {own}), options);
+    expect_max(list[0]);
+    list = {own.clone()};
+    all_reduce_params(list, /*coalesce=*/true, /*bucket_size_mb=*/-1, options);
+    expect_max(list[0]);
+    std::map<std::string, Tensor> dict{{"a", own.clone()}};
+    all_reduce_dict(dict, options);
+    expect_max(dict["a"]);
+
+    const CallOptions sum{.group = pair};
+    const Tensor wide = own.to(at::kFloat);
+    const float total = rank == 0 ? 0 : 3;
+    EXPECT_EQ(functional::all_reduce(wide, sum).item<float>(), total);
+    EXPECT_EQ(
+        functional::reduce_scatter(std::vector<Tensor>(parts.size(), wide), sum).item<float>(),
+        total);
+    EXPECT_EQ(functional::reduce(wide, dst, sum).item<float>(), pair.rank() == dst ? total : 0);
+  });
+}
+
 TEST(TensorOpsTest, strided_tensors_are_filled_in_place) {
   on_ranks(2, [](int rank) {
     const Tensor whole = at::zeros({3, 4});

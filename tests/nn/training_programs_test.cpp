@@ -10,8 +10,8 @@
 
 #include "helpers.hpp"
 
-// What docs/howto/programs.md says about each kind of training program: over 1 to 4 ranks with
-// unequal shares of the batch it computes what one rank computes.
+// What docs/howto/training_recipes.md says about each kind of training program: over 1 to 4 ranks
+// with unequal shares of the batch it computes what one rank computes.
 namespace lockstep::nn {
 namespace {
 

@@ -384,7 +384,7 @@ def train():
     with lockstep.nn.SyncBatchNormScope() if lockstep.get_world_size() > 1 else contextlib.nullcontext():
         for epoch in state.epochs(sampler, N_EPOCHS):
             for inputs, targets in DataLoader(data, batch_sampler=sampler):
-                while state.step in (8, 15) and lockstep.get_world_size() < N_PLACES and not lockstep.replacements_wait():
+                while state.step in (8, 15) and lockstep.get_world_size() < N_PLACES and not lockstep.has_waiting_replacements():
                     time.sleep(0.01)
                 program.step(inputs, targets)
             program.end_of_epoch(epoch)

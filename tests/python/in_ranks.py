@@ -55,7 +55,13 @@ def run_tasks(tasks):
         tasks.send("done")
 
 
+# The launcher starts a rank that fails eight times: a test that has seen enough of them has written this file, with the
+# exit code of the others, which need not import torch first.
+FURTHER_REPLACEMENTS = Path("further-replacements")
+
 if __name__ == "__main__":
+    if os.environ.get("LOCKSTEP_SEGMENT", "").endswith(":next") and FURTHER_REPLACEMENTS.exists():
+        sys.exit(int(FURTHER_REPLACEMENTS.read_text()))
     if Path(sys.argv[1]).is_socket():
         run_tasks(Client(sys.argv[1]))
     else:

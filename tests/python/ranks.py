@@ -178,6 +178,13 @@ class OverRanks:
 WORLDS = ["no torch.distributed", "gloo", "lockstep"]
 
 
+def on_worlds(n, worlds=WORLDS, **options):
+    """on_ranks for each of the worlds, which the body joins."""
+    import pytest
+
+    return lambda body: pytest.mark.parametrize("world", worlds)(on_ranks(n, init=None, **options)(body))
+
+
 def join(world):
     """One of WORLDS, for layers over its ranks."""
     import torch

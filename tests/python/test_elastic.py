@@ -14,7 +14,7 @@ import lockstep as ls
 
 @on_ranks(3, launcher=elastic(3, "1:2"), returned=2)
 def test_survivors_of_a_kill_regroup(rank):
-    assert ls.is_elastic() and not ls.replacements_wait()
+    assert ls.is_elastic() and not ls.has_waiting_replacements()
     old = ls.default_group().duplicate()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -43,7 +43,7 @@ def test_a_replacement_joins(rank):
         alone = ls.regroup()
         assert alone.size == 1 and "ValueError: rank 1 is at its end" in alone.lost[0].why, alone
         ls.step_done()
-        while not ls.replacements_wait():
+        while not ls.has_waiting_replacements():
             time.sleep(0.01)
         assert ls.regroup() == (0, 2, 2, [], [1])
     assert ls.get_world_size() == 2
@@ -53,7 +53,7 @@ def test_a_replacement_joins(rank):
 
 @on_ranks(2)
 def test_in_ranks_without_elastic_it_is_refused():
-    assert not ls.is_elastic() and not ls.replacements_wait()
+    assert not ls.is_elastic() and not ls.has_waiting_replacements()
     ls.step_done()
     with raises(ls.UsageError, "lockstep run -n N --elastic MIN", here(1)):
         ls.regroup()
@@ -67,6 +67,9 @@ def test_alone_it_is_refused():
         ls.regroup()
 
 
-def test_the_former_name_of_step_done():
-    with pytest.warns(DeprecationWarning, match="is called lockstep.step_done"):
+def test_the_former_names():
+    with pytest.warns(DeprecationWarning, match="count_step is called lockstep.step_done"):
         ls.count_step()
+    with pytest.warns(DeprecationWarning, match="replacements_wait is called lockstep.has_waiting_replacements") as caught:
+        assert ls.replacements_wait() is ls.has_waiting_replacements() is False
+    assert caught[0].filename == __file__

@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from ranks import WORLDS, here, join, on_ranks, own_group, raises, survives
+from ranks import WORLDS, here, join, on_worlds, own_group, raises, survives
 
 torch = pytest.importorskip("torch")
 
@@ -13,11 +13,6 @@ from torch import nn  # noqa: E402
 import lockstep as ls  # noqa: E402
 import lockstep.nn  # noqa: E402
 from lockstep.nn import SyncBatchNorm, SyncBatchNormScope, convert_sync_batchnorm  # noqa: E402
-
-
-def on_worlds(n, worlds=WORLDS, **options):
-    """on_ranks for each of the worlds, which the body joins."""
-    return lambda body: pytest.mark.parametrize("world", worlds)(on_ranks(n, init=None, **options)(body))
 
 
 def converted(plain):

@@ -213,6 +213,8 @@ def test_a_scripted_model(tmp_path):
     with pytest.raises(Exception, match="_train"):  # a file has no Python: revert_sync_batchnorm first
         scripted.save(str(tmp_path / "model.pt"))
     torch.jit.script(revert_sync_batchnorm(model)).save(str(tmp_path / "model.pt"))
+    made = SyncBatchNorm(3)
+    torch.testing.assert_close(torch.jit.script(made)(x), copy.deepcopy(made)(x))
 
 
 def test_a_scope_leaves_the_model_and_other_batch_norms_alone():

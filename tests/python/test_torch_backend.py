@@ -427,6 +427,7 @@ def test_messages_where_no_process_may_access_another(rank):
         return sum(str(os.readlink(fd)).startswith("socket") for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
 
     before = n_sockets()
+    dist.barrier()  # or the other connects before it is counted
     x = torch.full((1000,), float(rank))
     if rank:
         dist.recv(x, 0)

@@ -6,7 +6,12 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <ostream>
+
+#include "support/expect.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 
@@ -15,7 +20,9 @@ std::vector<std::unique_ptr<Command>> start_on_machines(int n, const NodesJob& j
   for (int node = 0; node < n; ++node) {
     StartOptions start{
         .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
-                      "--rdzv", Namespaces::address(0) + ":29400", "-n", "2"},
+                      "--rdzv", Namespaces::address(0) + ":29400", "-n",
+                      std::to_string(job.n_ranks)},
+        .variables = {{"LOCKSTEP_UCX", job.ucx}},
         .shell = Namespaces::shell_of(
             node,
             job.n_seconds_ahead.empty() ? 0 : job.n_seconds_ahead[static_cast<std::size_t>(node)]),
@@ -36,6 +43,34 @@ std::vector<Ended> wait_for(const std::vector<std::unique_ptr<Command>>& nodes) 
 
 std::vector<Ended> run_on_machines(int n, const NodesJob& job) {
   return wait_for(start_on_machines(n, job));
+}
+
+void expect_cut_cable_blames_the_other_machine(const std::string& program, const std::string& ucx) {
+  constexpr int kRanks = 4;
+  const TemporaryFolder folder;
+  const auto file_of = [&](int rank, const char* suffix) {
+    return folder / (std::to_string(rank) + suffix);
+  };
+  const auto have_all = [&](const char* suffix) {
+    return wait_until([&] {
+      int n = 0;
+      for (int r = 0; r < kRanks; ++r) n += std::filesystem::exists(file_of(r, suffix)) ? 1 : 0;
+      return n == kRanks;
+    });
+  };
+  const auto nodes =
+      start_on_machines(2, {.program = {program, "auto", folder.path()}, .ucx = ucx});
+  ASSERT_TRUE(have_all(".ready"));
+  Namespaces::cut(1);
+  std::ofstream(folder / "go").close();
+  ASSERT_TRUE(have_all(".said"));
+  for (int r = 0; r < kRanks; ++r) {
+    const std::string text = contents_of(file_of(r, ".said"));
+    const int leader = r / 2 * 2;
+    expect_contains(
+        text, fmt::format("rank {} waited 2 s for rank {} of ranks 0, 2", leader, 2 - leader));
+  }
+  wait_for(nodes);
 }
 
 Mpi open_mpi(const std::string& module) {

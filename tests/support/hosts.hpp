@@ -9,15 +9,17 @@
 #include "cli/command.hpp"
 #include "support/namespaces.hpp"
 
-// Jobs of two ranks on each of several machines, which are network namespaces.
+// Jobs of some ranks on each of several machines, which are network namespaces.
 namespace lockstep::test {
 
-/// A job that one `lockstep run --nnodes` on each machine starts: Gloo between machines.
+/// A job that one `lockstep run --nnodes` on each machine starts.
 struct NodesJob {
   std::vector<std::string> program;
   std::vector<std::string> options = {};  ///< of `lockstep run`
   std::vector<int> n_seconds_ahead = {};  ///< each machine's clock; empty: that of the test
   std::chrono::seconds watchdog = StartOptions().watchdog;
+  std::string ucx = "off";  ///< LOCKSTEP_UCX: off: Gloo between machines
+  int n_ranks = 2;          ///< on each machine
 };
 
 /// Starts it on the first `n` machines.
@@ -25,6 +27,10 @@ std::vector<std::unique_ptr<Command>> start_on_machines(int n, const NodesJob& j
 /// Their ends, in their order; nothing may be left then.
 std::vector<Ended> wait_for(const std::vector<std::unique_ptr<Command>>& nodes);
 std::vector<Ended> run_on_machines(int n, const NodesJob& job);
+
+/// Cuts the cable of the second of two machines, on which HOSTS_PROGRAM, `program`, waits in a
+/// call: each rank says that the other machine's is late.
+void expect_cut_cable_blames_the_other_machine(const std::string& program, const std::string& ucx);
 
 /// An MPI, whose real mpirun starts a job: MPI between machines.
 struct Mpi {

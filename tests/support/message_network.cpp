@@ -115,9 +115,9 @@ class NetworkTransport final : public message::Transport {
     const std::lock_guard lock(own().mutex);
     return receive();
   }
-  State wait(std::chrono::steady_clock::time_point deadline) override {
+  State wait(detail::JobClock::time_point deadline) override {
     std::unique_lock lock(own().mutex);
-    const auto end = std::min(deadline, std::chrono::steady_clock::now() + kControlInterval);
+    const auto end = std::min(deadline, detail::JobClock::now() + kControlInterval);
     bool is_complete = false;
     own().changed.wait_until(lock, end, [&] {
       is_complete = receive();
@@ -157,8 +157,8 @@ class NetworkTransport final : public message::Transport {
     messages.pop_front();
     return message;
   }
-  std::unique_ptr<message::Transport> split(const std::vector<int>& members,
-                                            std::int32_t channel) override {
+  std::unique_ptr<message::Transport> split(const std::vector<int>& members, std::int32_t channel,
+                                            std::span<const std::byte> /*addresses*/) override {
     std::vector<int> world_ranks;
     for (const int member : members) world_ranks.push_back(world_rank(member));
     const auto mine = static_cast<int>(std::ranges::find(members, rank_) - members.begin());

@@ -3,7 +3,7 @@
 
 #include <atomic>
 #include <lockstep/error.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 #include <memory>
 #include <optional>
 #include <stdexcept>

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <lockstep/error.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 #include <memory>
 #include <random>
 #include <span>

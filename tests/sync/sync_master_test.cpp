@@ -6,7 +6,7 @@
 #include <atomic>
 #include <functional>
 #include <lockstep/error.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -170,6 +170,17 @@ TEST(SyncMasterTest, bad_ids_are_rejected) {
   expect_contains(text, "sync_master_test.cpp:");
   EXPECT_EQ(master.nr_slaves(), 1);
   std::jthread slave([&] { EXPECT_EQ(pipe.run_slave(1), 204); });
+  EXPECT_EQ(master.run_master(1), 200);
+}
+
+TEST(SyncMasterTest, register_worker_is_register_slave) {
+  Master master(sum_for_each);
+  auto pipe = master.register_worker(2);
+  EXPECT_EQ(pipe.id(), 2);
+  expect_contains(thrown<UsageError>([&] { master.register_slave(2); }), "register_slave on group");
+  expect_contains(thrown<UsageError>([&] { master.register_worker(2); }),
+                  "register_worker on group");
+  std::jthread worker([&] { EXPECT_EQ(pipe.run_slave(1), 202); });
   EXPECT_EQ(master.run_master(1), 200);
 }
 

@@ -4,16 +4,20 @@
 #include <concepts>
 #include <ranges>
 #include <span>
+#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
-#include <lockstep/group.hpp>
 #include <lockstep/types.hpp>
 
-/// Argument checks of dist.hpp and objects.hpp, with one message for each likely mistake.
+/// Types to bytes, and the argument checks of group.hpp, dist.hpp and objects.hpp, with one message
+/// for each likely mistake.
 /// The functions accept any type and check it here: a concept on the function would only give "no
 /// matching function" and list every overload.
 namespace lockstep {
+
+struct CallOptions;
 
 /// A contiguous range of numbers: a vector, array, span, ...
 template <class R>
@@ -97,18 +101,90 @@ consteval void check_data() {
   }
 }
 
+/// Data that is not type-erased yet: for the typed members of Group.
+template <class R>
+concept TypedData = !std::convertible_to<R, Elements> && !std::convertible_to<R, ConstElements>;
+
 /// A type given in place of a ReduceOp.
 template <class T>
-concept NoReduceOp = !std::convertible_to<T, ReduceOp>;
+concept NoReduceOp =
+    !std::same_as<std::remove_cvref_t<T>, CallOptions> && !std::convertible_to<T, ReduceOp>;
 
-template <class First, NoReduceOp Second>
-consteval void explain_second() {
+/// Arguments by name of any types. As the default of a template parameter it takes those of which
+/// one does not fit CallOptions: if all fit, the overload with CallOptions is the more specialised.
+struct AnyOptions {
+  struct Any {
+    Any() = default;
+    template <class T>
+    Any(T&&) {}  // NOLINT: implicit from all
+  };
+  Any op{}, group{}, timeout{};
+};
+
+template <class First, NoReduceOp Given>
+consteval void explain_op() {
   static_assert(
-      kNever<Second>,
-      "lockstep: the arguments are (data, op, group, timeout): data is one range, such as "
-      "std::span(pointer, size), which is reduced in place, and op is a ReduceOp, such as "
-      "ReduceOp::sum or parse_reduce_op(text)");
+      kNever<Given>,
+      "lockstep: the arguments are (data, op, group, timeout), or by name (data, {.op, .group, "
+      ".timeout}); a member of Group takes (data, op, timeout), and reduce dst after data. data is "
+      "one range, such as std::span(pointer, size), which is reduced in place; op is a ReduceOp, "
+      "such as ReduceOp::sum or parse_reduce_op(text); timeout is a duration, such as 5s");
 }
+
+template <Arithmetic T>
+Elements erase(std::span<T> data) {
+  return {data.data(), data.size(), kDTypeOf<T>};
+}
+template <Arithmetic T>
+ConstElements erase(std::span<const T> data) {
+  return {data.data(), data.size(), kDTypeOf<T>};
+}
+
+/// Checks and erases the data of a call. Always inlined: if an address is returned in a struct in
+/// memory, gcc 12 assumes that it does not escape and keeps the caller's variable in a register
+/// across the collective (at -O1; -fno-ipa-modref also prevents it).
+template <Use kUse = Use::write, class R>
+[[gnu::always_inline]] inline Elements written(R&& range) {
+  check_data<R, kUse>();
+  if constexpr (ArithmeticRange<std::remove_cvref_t<R>>) {
+    if constexpr (!std::is_const_v<ElementOf<R>>) return erase(std::span<ElementOf<R>>(range));
+  }
+  return {};
+}
+template <Use kUse = Use::read, class R>
+[[gnu::always_inline]] inline ConstElements read(R&& range) {
+  check_data<R, kUse>();
+  if constexpr (ArithmeticRange<std::remove_cvref_t<R>>) {
+    return erase(std::span<const std::remove_const_t<ElementOf<R>>>(range));
+  } else {
+    return {};
+  }
+}
+template <class R>
+[[gnu::always_inline]] inline Elements written_later(R&& range) {
+  return written<Use::write_later>(std::forward<R>(range));
+}
+template <class R>
+[[gnu::always_inline]] inline ConstElements read_later(R&& range) {
+  return read<Use::read_later>(std::forward<R>(range));
+}
+
+/// The container for another rank's data of a range of this type; for any other type check_data
+/// reports the error.
+template <class R>
+struct PartOf {
+  using Type = std::vector<char>;
+};
+template <ArithmeticRange R>
+struct PartOf<R> {
+  using Type = std::vector<std::ranges::range_value_t<R>>;
+};
+template <>
+struct PartOf<std::string> {
+  using Type = std::string;
+};
+template <class R>
+using Parts = std::vector<typename PartOf<R>::Type>;
 
 }  // namespace detail
 }  // namespace lockstep

@@ -8,7 +8,10 @@
 #include <utility>
 
 #include <lockstep/engine.hpp>
-#include <lockstep/group.hpp>
+
+namespace lockstep {
+class Group;
+}
 
 namespace lockstep::detail {
 

@@ -8,12 +8,23 @@
 
 namespace lockstep::detail {
 
+/// The clock of limits: steady_clock, but it stands while `lockstep run` has stopped the whole job
+/// (Ctrl-Z). A process sees that once it has called init_dist.
+struct JobClock {
+  using duration = std::chrono::nanoseconds;
+  using rep = duration::rep;
+  using period = duration::period;
+  using time_point = std::chrono::time_point<JobClock>;
+  static constexpr bool is_steady = true;
+  static time_point now() noexcept;
+};
+
 /// The time limit of one call, which its steps share. It begins at the first query, so that a call
 /// that hardly waits does not read the clock.
 /// Threads: one at a time.
 class TimeLimit {
  public:
-  using Clock = std::chrono::steady_clock;
+  using Clock = JobClock;
 
   /// By default there is none.
   explicit TimeLimit(std::chrono::milliseconds limit = std::chrono::milliseconds::max())

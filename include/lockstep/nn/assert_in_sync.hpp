@@ -8,7 +8,7 @@
 
 #include <lockstep/detail/arguments.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 
 namespace lockstep::nn {
 

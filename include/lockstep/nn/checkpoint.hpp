@@ -19,8 +19,8 @@
 
 #include <lockstep/detail/arguments.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/nn/assert_in_sync.hpp>
+#include <lockstep/world.hpp>
 
 namespace lockstep::nn {
 

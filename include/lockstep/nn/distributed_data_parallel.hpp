@@ -18,10 +18,10 @@
 
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/nn/parameter_modules.hpp>
 #include <lockstep/nn/replication.hpp>
 #include <lockstep/nn/tensor_trees.hpp>
+#include <lockstep/world.hpp>
 
 namespace lockstep::nn {
 

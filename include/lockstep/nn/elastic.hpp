@@ -16,8 +16,8 @@
 
 #include <lockstep/elastic.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/nn/checkpoint.hpp>
+#include <lockstep/world.hpp>
 
 /// Training that goes on after lost ranks, under `lockstep run --elastic MIN[:MAX]`.
 namespace lockstep::nn {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
+#include <lockstep/world.hpp>
 
 /// Collective operations that autograd knows: each returns a new tensor, with a backward that is a
 /// collective operation too. The gradients are those of the sum of all ranks' losses:
@@ -41,6 +41,12 @@ namespace lockstep::nn::functional {
 [[nodiscard]] at::Tensor all_reduce(const at::Tensor& data, ReduceOp op = ReduceOp::sum,
                                     const Group& group = default_group(), Timeout timeout = {},
                                     std::source_location where = std::source_location::current());
+[[nodiscard]] inline at::Tensor all_reduce(
+    const at::Tensor& data, const CallOptions& options,
+    std::source_location where = std::source_location::current()) {
+  return all_reduce(data, options.op, lockstep::detail::group_of(options, where), options.timeout,
+                    where);
+}
 
 /// Every rank's data, by rank. Their first sizes may differ. Gradient: the sum over the ranks of
 /// those of this rank's data.
@@ -55,6 +61,12 @@ namespace lockstep::nn::functional {
     const std::vector<at::Tensor>& parts, ReduceOp op = ReduceOp::sum,
     const Group& group = default_group(), Timeout timeout = {},
     std::source_location where = std::source_location::current());
+[[nodiscard]] inline at::Tensor reduce_scatter(
+    const std::vector<at::Tensor>& parts, const CallOptions& options,
+    std::source_location where = std::source_location::current()) {
+  return reduce_scatter(parts, options.op, lockstep::detail::group_of(options, where),
+                        options.timeout, where);
+}
 
 /// Every rank q's parts[rank], by q. parts: size() tensors of one shape and type. Gradient of
 /// parts[r]: that of what rank r got.
@@ -74,6 +86,12 @@ namespace lockstep::nn::functional {
 [[nodiscard]] at::Tensor reduce(const at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
                                 const Group& group = default_group(), Timeout timeout = {},
                                 std::source_location where = std::source_location::current());
+[[nodiscard]] inline at::Tensor reduce(
+    const at::Tensor& data, int dst, const CallOptions& options,
+    std::source_location where = std::source_location::current()) {
+  return reduce(data, dst, options.op, lockstep::detail::group_of(options, where), options.timeout,
+                where);
+}
 
 /// On dst every rank's data, by rank. On the others zeros of these shapes, of which one must go
 /// into the loss, as of reduce. Gradient: that of dst's tensor for this rank.

@@ -9,8 +9,8 @@
 
 #include <lockstep/detail/arguments.hpp>
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
+#include <lockstep/world.hpp>
 
 /// @file
 /// The operations of tensor_ops.hpp on the group's worker thread, in call order. Sizes, types and
@@ -61,9 +61,19 @@ class [[nodiscard]] TensorsWork : private TensorWork {
 TensorWork all_reduce_async(const at::Tensor& data, ReduceOp op = ReduceOp::sum,
                             const Group& group = default_group(), Timeout timeout = {},
                             std::source_location where = std::source_location::current());
+inline TensorWork all_reduce_async(const at::Tensor& data, const CallOptions& options,
+                                   std::source_location where = std::source_location::current()) {
+  return all_reduce_async(data, options.op, lockstep::detail::group_of(options, where),
+                          options.timeout, where);
+}
 TensorWork reduce_async(const at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
                         const Group& group = default_group(), Timeout timeout = {},
                         std::source_location where = std::source_location::current());
+inline TensorWork reduce_async(const at::Tensor& data, int dst, const CallOptions& options,
+                               std::source_location where = std::source_location::current()) {
+  return reduce_async(data, dst, options.op, lockstep::detail::group_of(options, where),
+                      options.timeout, where);
+}
 TensorWork broadcast_async(const at::Tensor& data, int src = 0,
                            const Group& group = default_group(), Timeout timeout = {},
                            std::source_location where = std::source_location::current());
@@ -80,6 +90,12 @@ TensorWork reduce_scatter_async(const at::Tensor& data, const std::vector<at::Te
                                 ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                                 Timeout timeout = {},
                                 std::source_location where = std::source_location::current());
+inline TensorWork reduce_scatter_async(
+    const at::Tensor& data, const std::vector<at::Tensor>& parts, const CallOptions& options,
+    std::source_location where = std::source_location::current()) {
+  return reduce_scatter_async(data, parts, options.op, lockstep::detail::group_of(options, where),
+                              options.timeout, where);
+}
 TensorsWork all_to_all_async(const std::vector<at::Tensor>& parts,
                              const Group& group = default_group(), Timeout timeout = {},
                              std::source_location where = std::source_location::current());

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/types.hpp>
+#include <lockstep/world.hpp>
 
 /// @file
 /// The operations over tensors. Sizes are those of the tensors; errors and threads as for the
@@ -36,8 +36,12 @@ consteval void refuse_const_tensor() {
 /// data <- reduction of every rank's data, on all ranks. Not recorded by autograd.
 void all_reduce(at::Tensor& data, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                 Timeout timeout = {}, std::source_location where = std::source_location::current());
-template <detail::ConstTensor T, class... Rest>
-void all_reduce(T&&, Rest&&...) {
+inline void all_reduce(at::Tensor& data, const CallOptions& options,
+                       std::source_location where = std::source_location::current()) {
+  all_reduce(data, options.op, lockstep::detail::group_of(options, where), options.timeout, where);
+}
+template <detail::ConstTensor T, class Given = CallOptions, class... Rest>
+void all_reduce(T&&, const Given& = {}, Rest&&...) {
   detail::refuse_const_tensor<T>();
 }
 
@@ -59,6 +63,10 @@ std::vector<at::Tensor> all_gather(const at::Tensor& data, const Group& group = 
 void reduce(at::Tensor& data, int dst = 0, ReduceOp op = ReduceOp::sum,
             const Group& group = default_group(), Timeout timeout = {},
             std::source_location where = std::source_location::current());
+inline void reduce(at::Tensor& data, int dst, const CallOptions& options,
+                   std::source_location where = std::source_location::current()) {
+  reduce(data, dst, options.op, lockstep::detail::group_of(options, where), options.timeout, where);
+}
 template <detail::ConstTensor T, class... Rest>
 void reduce(T&&, Rest&&...) {
   detail::refuse_const_tensor<T>();
@@ -84,6 +92,12 @@ void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts,
                     ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
                     Timeout timeout = {},
                     std::source_location where = std::source_location::current());
+inline void reduce_scatter(at::Tensor& data, const std::vector<at::Tensor>& parts,
+                           const CallOptions& options,
+                           std::source_location where = std::source_location::current()) {
+  reduce_scatter(data, parts, options.op, lockstep::detail::group_of(options, where),
+                 options.timeout, where);
+}
 template <detail::ConstTensor T, class... Rest>
 void reduce_scatter(T&&, Rest&&...) {
   detail::refuse_const_tensor<T>();

@@ -20,9 +20,9 @@
 #include <vector>
 
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/nn/tensor_ops.hpp>
 #include <lockstep/types.hpp>
+#include <lockstep/world.hpp>
 
 /// @file
 /// The operations over nested containers of tensors: vector, array, map, torch::OrderedDict, pair,
@@ -265,9 +265,19 @@ void all_reduce(T& data, ReduceOp op = ReduceOp::sum, const Group& group = defau
   detail::all_reduce_each(detail::tensors_of(data), op, group, timeout, where);
 }
 template <TensorTree T>
+void all_reduce(T& data, const CallOptions& options,
+                std::source_location where = std::source_location::current()) {
+  all_reduce(data, options.op, lockstep::detail::group_of(options, where), options.timeout, where);
+}
+template <TensorTree T>
 void reduce(T& data, int dst = 0, ReduceOp op = ReduceOp::sum, const Group& group = default_group(),
             Timeout timeout = {}, std::source_location where = std::source_location::current()) {
   detail::reduce_each(detail::tensors_of(data), dst, op, group, timeout, where);
+}
+template <TensorTree T>
+void reduce(T& data, int dst, const CallOptions& options,
+            std::source_location where = std::source_location::current()) {
+  reduce(data, dst, options.op, lockstep::detail::group_of(options, where), options.timeout, where);
 }
 template <TensorTree T>
 void broadcast(T& data, int src = 0, const Group& group = default_group(), Timeout timeout = {},
@@ -318,6 +328,12 @@ void reduce_scatter(T& data, const std::vector<T>& parts, ReduceOp op = ReduceOp
   detail::for_each_tensor(
       data, [&](at::Tensor& t) { reduce_scatter(t, *next++, op, group, timeout, where); });
 }
+template <TensorTree T>
+void reduce_scatter(T& data, const std::vector<T>& parts, const CallOptions& options,
+                    std::source_location where = std::source_location::current()) {
+  reduce_scatter(data, parts, options.op, lockstep::detail::group_of(options, where),
+                 options.timeout, where);
+}
 /// Returns, indexed by rank q, this rank's parts[q] with the tensors of rank q's parts[this rank].
 template <TensorTree T>
 std::vector<T> all_to_all(const std::vector<T>& parts, const Group& group = default_group(),
@@ -351,6 +367,11 @@ void recv(T& data, int src, const Group& group = default_group(), Timeout timeou
 void all_reduce_dict(std::map<std::string, at::Tensor>& dict, ReduceOp op = ReduceOp::sum,
                      const Group& group = default_group(), Timeout timeout = {},
                      std::source_location where = std::source_location::current());
+inline void all_reduce_dict(std::map<std::string, at::Tensor>& dict, const CallOptions& options,
+                            std::source_location where = std::source_location::current()) {
+  all_reduce_dict(dict, options.op, lockstep::detail::group_of(options, where), options.timeout,
+                  where);
+}
 
 /// Reduces parameters (or gradients, or any tensors) in place, in messages of up to bucket_size_mb
 /// MiB; below 0: one message per type. coalesce = false: one message per tensor. A tensor that
@@ -360,6 +381,12 @@ void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce = tr
                        double bucket_size_mb = -1, ReduceOp op = ReduceOp::sum,
                        const Group& group = default_group(), Timeout timeout = {},
                        std::source_location where = std::source_location::current());
+inline void all_reduce_params(const std::vector<at::Tensor>& params, bool coalesce,
+                              double bucket_size_mb, const CallOptions& options,
+                              std::source_location where = std::source_location::current()) {
+  all_reduce_params(params, coalesce, bucket_size_mb, options.op,
+                    lockstep::detail::group_of(options, where), options.timeout, where);
+}
 
 /// The device of all tensors in `data`, a tensor or a container.
 /// Throws UsageError if they are on several devices, or there is no tensor.

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include <lockstep/group.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 
 namespace lockstep::nn {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <map>
 #include <string>
 #include <vector>

@@ -48,9 +48,9 @@ std::size_t distance(std::string_view from, std::string_view to) {
 
 /// The variable that a misspelt one was meant to be; empty: it is none.
 std::string_view meant_by(std::string_view name) {
-  static constexpr std::array<std::string_view, 7> kNames = {
+  static constexpr std::array<std::string_view, 8> kNames = {
       "LOCKSTEP_CHECK", "LOCKSTEP_TIMEOUT", "LOCKSTEP_RECORD_DIR", "LOCKSTEP_TRACE",
-      "LOCKSTEP_MPI",   "LOCKSTEP_TUNE",    "LOCKSTEP_SIMD"};
+      "LOCKSTEP_MPI",   "LOCKSTEP_UCX",     "LOCKSTEP_TUNE",       "LOCKSTEP_SIMD"};
   for (const std::string_view known : kNames) {
     const std::size_t n = distance(name, known);
     if (n > 0 && n <= (known.size() > std::string_view("LOCKSTEP_12345").size() ? 2U : 1U)) {

@@ -36,6 +36,19 @@ Finding mpi(const MpiLibrary& library) {
   return {name, State::good, text};
 }
 
+Finding ucx() {
+  constexpr const char* kFile = "libucp.so.0";
+  const std::unique_ptr<void, int (*)(void*)> handle(dlopen(kFile, RTLD_LAZY | RTLD_LOCAL),
+                                                     dlclose);
+  if (!handle) {
+    return {"ucx", State::note, fmt::format("no {}", kFile),
+            "for several hosts without MPI install libucx0 and lockstep-ucx"};
+  }
+  auto* const version =
+      reinterpret_cast<const char* (*)()>(dlsym(handle.get(), "ucp_get_version_string"));
+  return {"ucx", State::good, fmt::format("UCX {}", version == nullptr ? "?" : version())};
+}
+
 constexpr const char* kTorchVersion = LOCKSTEP_TORCH_VERSION;
 
 Finding libtorch() {
@@ -51,7 +64,7 @@ Finding libtorch() {
 
 Findings check_libraries() {
   return {libtorch(), mpi({"Open MPI", "libmpi.so.40"}), mpi({"MPICH", "libmpich.so.12"}),
-          mpi({"Intel MPI", "libmpi.so.12"})};
+          mpi({"Intel MPI", "libmpi.so.12"}), ucx()};
 }
 
 }  // namespace lockstep::cli

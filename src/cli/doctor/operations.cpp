@@ -3,8 +3,8 @@
 #include <cstring>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
+#include <lockstep/world.hpp>
 #include <stdexcept>
 #include <string>
 #include <string_view>

@@ -3,8 +3,11 @@
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
+
+#include "group/native_engine.hpp"
 
 namespace lockstep::hierarchical {
 
@@ -25,5 +28,10 @@ namespace lockstep::hierarchical {
 /// `tune`: Env::tune. Throws what shared::bootstrap and `global` throw.
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> global, const std::vector<int>& hosts,
                              const Call& barrier, const std::optional<std::string>& tune = {});
+
+/// See NativeEngine::divide: of an engine whose ranks share no memory. The first shard of each rank
+/// exchanges with the others', over a duplicate of `ranks`. Throws what its split throws.
+std::vector<std::unique_ptr<Engine>> divide(internal::NativeEngine& ranks, const Call& call,
+                                            std::span<const int> counts);
 
 }  // namespace lockstep::hierarchical

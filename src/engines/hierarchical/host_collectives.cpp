@@ -6,6 +6,8 @@
 #include "base/bytes.hpp"
 #include "engines/hierarchical/accumulator.hpp"
 #include "engines/hierarchical/levels.hpp"
+#include "kernels/reduce.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -53,8 +55,10 @@ class Steps {
   void gather();
   void scatter();
   void all_to_all();
+  void reduce_inputs();
   void run_directly();
   std::size_t bytes_to_each() const;
+  bool is_long(std::size_t n_bytes) const { return levels_.global && n_bytes > kCombinedBytes; }
 
   const Topology& topology() const { return levels_.topology; }
   int host() const { return topology().host_of(levels_.rank()); }
@@ -63,6 +67,7 @@ class Steps {
   Call step(Op op, int root) const { return step_of(call_, op, root); }
 
   void reduce_to_leaders(const Accumulator& accumulator, std::size_t count, void* partial);
+  void gather_to_leaders(const Parts& parts, void* out);
   std::vector<std::byte> gather_on_host(const Parts& parts);
   void gather_on_leaders(Op op, const Parts& parts, const std::byte* own, void* out);
   void scatter_on_host(std::size_t count, const std::byte* from, void* to);
@@ -99,6 +104,7 @@ std::size_t Steps::bytes_to_each() const {
 
 void Steps::run() {
   if (bytes_to_each() > levels_.most_bytes) return run_directly();
+  if (levels_.reduces_inputs && internal::is_reduction(call_.op)) return reduce_inputs();
   switch (call_.op) {
     case Op::barrier: return levels_.run_barrier(call_);
     case Op::all_reduce: return all_reduce();
@@ -111,7 +117,11 @@ void Steps::run() {
     case Op::all_to_all: return all_to_all();
     case Op::send:
     case Op::recv: {
-      if (!levels_.is_on_this_host(call_.root)) return levels_.run_message(call_);
+      if (!levels_.is_on_this_host(call_.root)) {
+        if (levels_.global) return levels_.run_message(call_);
+        throw UsageError(context_of(call_, levels_.rank()),
+                         "shards send no messages to those of another host");
+      }
       Call message = call_;
       message.root = topology().local_rank_of(call_.root);
       return levels_.run_local(message);
@@ -214,6 +224,52 @@ void Steps::reduce_scatter() {
   } while (at < call_.count);
 }
 
+/// A reduction with the bits of one host: each leader reduces every rank's input, piece by piece.
+void Steps::reduce_inputs() {
+  const auto n = static_cast<std::size_t>(levels_.n_ranks());
+  const std::size_t count = call_.op == Op::reduce_scatter ? call_.count * n : call_.count;
+  const std::size_t piece = std::min(count, std::max<std::size_t>(kPieceBytes / (n * element_), 1));
+  std::vector<std::byte> inputs(levels_.is_leader() ? n * piece * element_ : 0);
+  const bool is_for_all = call_.op == Op::all_reduce;
+  std::vector<std::byte> sums(levels_.is_leader() && !is_for_all ? count * element_ : 0);
+  std::byte* const result = is_for_all ? bytes(call_.out) : sums.data();
+  std::size_t at = 0;
+  do {
+    Call gather = step(Op::all_gather, /*root=*/-1);
+    gather.count = std::min(piece, count - at);
+    gather.in = bytes(call_.in) + at * element_;
+    Steps(levels_, gather).gather_to_leaders(Parts(gather, topology()), inputs.data());
+    if (levels_.is_leader() && gather.count > 0) {
+      std::vector<const void*> of_ranks;
+      for (std::size_t r = 0; r < n; ++r) {
+        of_ranks.push_back(inputs.data() + r * gather.count * element_);
+      }
+      kernels::reduce(call_.dtype, call_.reduce, of_ranks.data(), levels_.n_ranks(),
+                      result + at * element_, gather.count);
+    }
+    at += gather.count;
+  } while (at < count);
+  if (call_.op == Op::reduce) {
+    if (!levels_.is_on_this_host(call_.root)) return;
+    if (levels_.is_leader() && is_root()) copy_bytes(call_.out, sums.data(), sums.size());
+    return send_to_root(sums.data(), count);
+  }
+  if (is_for_all) {
+    Call local = step(Op::broadcast, /*root=*/0);
+    local.in = call_.out;
+    return levels_.run_local(local);
+  }
+  std::vector<std::byte> of_members;
+  if (levels_.is_leader()) {
+    for (const int member : topology().members) {
+      const auto* const part =
+          sums.data() + static_cast<std::size_t>(member) * call_.count * element_;
+      of_members.insert(of_members.end(), part, part + call_.count * element_);
+    }
+  }
+  scatter_on_host(call_.count, of_members.data(), call_.out);
+}
+
 void Steps::broadcast() {
   const bool is_on_this_host = levels_.is_on_this_host(call_.root);
   if (is_on_this_host) levels_.run_local(step(Op::broadcast, topology().local_rank_of(call_.root)));
@@ -256,10 +312,15 @@ void Steps::gather_on_leaders(Op op, const Parts& parts, const std::byte* own, v
       all, [&parts](int r) { return parts.of(r); }, element_, out);
 }
 
+/// The parts of all ranks, to `out` of each leader.
+void Steps::gather_to_leaders(const Parts& parts, void* out) {
+  const std::vector<std::byte> own = gather_on_host(parts);
+  if (levels_.is_leader()) gather_on_leaders(Op::all_gather, parts, own.data(), out);
+}
+
 void Steps::all_gather() {
   const Parts parts(call_, topology());
-  const std::vector<std::byte> own = gather_on_host(parts);
-  if (levels_.is_leader()) gather_on_leaders(Op::all_gather, parts, own.data(), call_.out);
+  gather_to_leaders(parts, call_.out);
   Call result = step(Op::broadcast, /*root=*/0);
   result.count = parts.total;
   result.counts = {};
@@ -269,7 +330,7 @@ void Steps::all_gather() {
 
 void Steps::gather() {
   const Parts parts(call_, topology());
-  if (*std::ranges::max_element(parts.of_hosts) * element_ > kCombinedBytes) return run_directly();
+  if (is_long(*std::ranges::max_element(parts.of_hosts) * element_)) return run_directly();
   const std::vector<std::byte> own = gather_on_host(parts);
   const bool is_on_this_host = levels_.is_on_this_host(call_.root);
   std::vector<std::byte> all(
@@ -292,7 +353,7 @@ void Steps::scatter_on_host(std::size_t count, const std::byte* from, void* to) 
 void Steps::scatter() {
   const std::size_t n_here = topology().max_local_size;
   const std::size_t part_bytes = call_.count * element_;
-  if (n_here * part_bytes > kCombinedBytes) return run_directly();
+  if (is_long(n_here * part_bytes)) return run_directly();
   const void* all = call_.in;
   std::vector<std::byte> passed, slots, own;
   if (levels_.is_on_this_host(call_.root) && !is_root_leader()) {
@@ -322,7 +383,7 @@ void Steps::scatter() {
 void Steps::all_to_all() {
   const std::size_t n_here = topology().max_local_size;
   const std::size_t part_bytes = call_.count * element_;
-  if (n_here * n_here * part_bytes > kCombinedBytes) return run_directly();
+  if (is_long(n_here * n_here * part_bytes)) return run_directly();
   const auto n = static_cast<std::size_t>(levels_.n_ranks());
   const std::size_t n_members = topology().members.size();
   const std::size_t n_between = n_here * n_here * static_cast<std::size_t>(levels_.n_hosts());

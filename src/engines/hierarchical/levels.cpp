@@ -21,7 +21,7 @@ void Levels::abandon(std::string_view reason) const noexcept {
   } catch (const std::bad_alloc&) {
     local->abandon(reason);
     if (leaders) leaders->abandon(reason);
-    global->abandon(reason);
+    if (global) global->abandon(reason);
   }
 }
 
@@ -29,7 +29,7 @@ void Levels::abandon(std::string_view reason) const noexcept {
 /// group's numbers.
 void Levels::end_with(const Error& error) const noexcept {
   const auto end_all = [this](const Error& of_peer) {
-    global->end_with(of_peer);
+    if (global) global->end_with(of_peer);
     if (leaders) leaders->end_with(of_peer);
     local->end_with(of_peer);
   };

@@ -18,7 +18,7 @@ namespace lockstep::hierarchical {
 /// The engines of one group, by the ranks that they connect. A host is, over messages, a part of
 /// the ranks (message_engine.cpp).
 struct Levels {
-  std::unique_ptr<Engine> global;                 ///< all ranks
+  std::unique_ptr<Engine> global;                 ///< all ranks; null if these are shards
   std::unique_ptr<internal::NativeEngine> local;  ///< the ranks of this host
   std::unique_ptr<Engine> leaders;  ///< the leaders of all hosts; null on the other ranks
   Topology topology;
@@ -28,12 +28,17 @@ struct Levels {
   bool are_one_channel = false;
   /// A call in which a rank has more than this for each other one goes directly from rank to rank.
   std::size_t most_bytes = std::numeric_limits<std::size_t>::max();
+  /// Whether the leaders reduce the inputs of all ranks, and not the sums of hosts: where a host's
+  /// ranks are no node of the tree, its sum is in no number of the tree either.
+  bool reduces_inputs = false;
   /// The limit of the current call, which its steps share.
   detail::TimeLimit limit{std::chrono::milliseconds::max()};
   bool has_compared = false;  ///< with the ranks of this host, in the current call
 
-  int rank() const noexcept { return global->rank(); }
-  int n_ranks() const noexcept { return global->size(); }
+  /// What reaches other hosts; null on a shard that is not a leader.
+  Engine* outside() const noexcept { return global ? global.get() : leaders.get(); }
+  int rank() const noexcept { return topology.this_rank; }
+  int n_ranks() const noexcept { return static_cast<int>(topology.hosts.size()); }
   int n_hosts() const noexcept { return static_cast<int>(topology.leaders.size()); }
   bool is_leader() const { return topology.leader_of(rank()) == rank(); }
   bool is_on_this_host(int r) const { return topology.leader_of(r) == topology.leader_of(rank()); }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstring>
 #include <span>
@@ -16,9 +17,10 @@ struct Topology {
   std::vector<int> members;  ///< the ranks on this host, in order
   std::vector<int> by_host;  ///< all ranks: those of the first host in order, of the second, ...
   std::size_t max_local_size = 0;  ///< of a host
+  int this_rank = 0;
 
   Topology(std::vector<int> hosts_of_ranks, int rank)
-      : hosts(std::move(hosts_of_ranks)), by_host(hosts.size()) {
+      : hosts(std::move(hosts_of_ranks)), by_host(hosts.size()), this_rank(rank) {
     for (int r = 0; r < static_cast<int>(hosts.size()); ++r) {
       by_host[static_cast<std::size_t>(r)] = r;
       if (leader_of(r) == r) leaders.push_back(r);
@@ -64,6 +66,15 @@ struct Topology {
   }
   /// Whether the ranks of each host are consecutive.
   bool is_rank_order() const { return std::ranges::is_sorted(by_host); }
+  /// Whether the ranks of each host are a node of the tree over all (docs/design/023): 2^k
+  /// consecutive ones, and at most as many on the last.
+  bool are_nodes() const {
+    const auto sizes = sums_by_host([](int) { return std::size_t{1}; });
+    return is_rank_order() && std::has_single_bit(sizes.front()) &&
+           std::ranges::all_of(sizes.begin(), sizes.end() - 1,
+                               [&](std::size_t size) { return size == sizes.front(); }) &&
+           sizes.back() <= sizes.front();
+  }
 
   /// Copies the parts of all ranks, count_of(rank) elements each, from host order to rank order.
   template <class CountOf>

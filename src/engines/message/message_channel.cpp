@@ -59,8 +59,17 @@ bool MessageChannel::perform(std::span<const Message> messages, const Call& call
   return exchange.is_complete;
 }
 
+std::vector<std::byte> MessageChannel::open_part(const Call& call) {
+  try {
+    return transport_.open_part();
+  } catch (const TransportError& error) {
+    fail_transport(error, call);
+  }
+}
+
 std::unique_ptr<MessageChannel> MessageChannel::split(const std::vector<int>& members,
-                                                      std::int64_t number, const Call& call) {
+                                                      std::int64_t number, const Call& call,
+                                                      std::span<const std::byte> addresses) {
   std::vector<int> world_ranks;
   for (const int member : members) {
     world_ranks.push_back(members_[static_cast<std::size_t>(member)]);
@@ -72,7 +81,7 @@ std::unique_ptr<MessageChannel> MessageChannel::split(const std::vector<int>& me
                       "reused; keep groups instead of creating them again",
                       transport_.last_channel()));
     }
-    auto part = transport_.split(members, static_cast<std::int32_t>(number));
+    auto part = transport_.split(members, static_cast<std::int32_t>(number), addresses);
     return std::unique_ptr<MessageChannel>(
         new MessageChannel(std::move(part), std::move(world_ranks), world_));
   } catch (const TransportError& error) {

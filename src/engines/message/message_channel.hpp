@@ -56,10 +56,16 @@ class MessageChannel {
 
   /// A channel number that is never returned again, on any rank.
   std::int64_t next_number() { return world_->next_number(); }
+  /// What the others need to know of this rank to split(), which is the next call: address_bytes().
+  /// Throws EngineError.
+  std::vector<std::byte> open_part(const Call& call);
+  std::size_t address_bytes() const noexcept { return transport_.address_bytes(); }
   /// The channel of some of the ranks, with the number that one of them drew. Sends no messages.
-  /// Throws EngineError if the library has no such channel.
+  /// addresses: what open_part() has returned on the members. Throws EngineError if the library has
+  /// no such channel.
   std::unique_ptr<MessageChannel> split(const std::vector<int>& members, std::int64_t number,
-                                        const Call& call);
+                                        const Call& call,
+                                        std::span<const std::byte> addresses = {});
 
   /// Before each call of the group: counts collectives.
   void begin(const Call& call);

@@ -16,7 +16,7 @@
 namespace lockstep::message {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = detail::JobClock;
 using internal::Failure;
 using Kind = Failure::Kind;
 using std::chrono::milliseconds;
@@ -31,6 +31,14 @@ void MessageChannel::poll_control() {
 void MessageChannel::throw_if_failed(const Call& call) const {
   if (const auto failure = control_->failure()) {
     internal::throw_failure(*failure, context_of(call, rank()));
+  }
+  // Every rank has it from its own launcher, in the numbers of the world.
+  if (auto verdict = transport_.verdict()) {
+    const auto member = std::ranges::find(members_, verdict->culprit);
+    verdict->culprit = member == members_.end()
+                           ? Failure::kNoCulprit
+                           : call.number_of(static_cast<int>(member - members_.begin()));
+    internal::throw_failure(*verdict, context_of(call, rank()));
   }
 }
 
@@ -67,7 +75,7 @@ void MessageChannel::fail(Failure failure, const Call& call) {
 void MessageChannel::fail_transport(const TransportError& error, const Call& call) {
   const int peer = error.peer();
   if (peer != TransportError::kNoPeer) {
-    for (const auto end = Clock::now() + base::patience::kControlMessage; Clock::now() < end;) {
+    for (const auto end = Clock::now() + transport_.time_of_reason(); Clock::now() < end;) {
       poll_control();
       throw_if_failed(call);
       if (const auto departure = departure_among(std::span(&peer, 1))) fail(*departure, call);

@@ -15,7 +15,7 @@
 namespace lockstep::message {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = detail::JobClock;
 using State = Transport::State;
 
 }  // namespace

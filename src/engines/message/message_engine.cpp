@@ -15,6 +15,7 @@
 
 #include "base/bytes.hpp"
 #include "base/memory.hpp"
+#include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/levels.hpp"
 #include "engines/message/eager_messages.hpp"
 #include "engines/message/header.hpp"
@@ -36,7 +37,7 @@ using base::copy_bytes;
 
 /// In more than Transport::kMaxDirect ranks, calls go through levels if a message from rank to rank
 /// would have at most this: then the time of N - 1 messages is longer than that of the same bytes
-/// on each level. By the model of docs/growth.md the same takes 275 B between 16 hosts, 600 B
+/// on each level. By the model of docs/scaling.md the same takes 275 B between 16 hosts, 600 B
 /// between 64, 415 B between 256 and 315 B between 1,024, at 25 Gbit/s.
 constexpr std::size_t kMostInLevels = 512;
 
@@ -73,6 +74,10 @@ class MessageEngine final : public internal::NativeEngine {
   void run(const Call& call) override;
   std::unique_ptr<Engine> split(const Call& call, int color, int key) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
+  std::vector<std::unique_ptr<Engine>> divide(const Call& call,
+                                              std::span<const int> counts) override {
+    return hierarchical::divide(*this, call, counts);
+  }
   void refuse(const Refusal& refusal) noexcept override { channel_->refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { channel_->abandon(reason); }
   void end_with(const Error& error) noexcept override { channel_->end_with(error); }
@@ -361,23 +366,40 @@ std::unique_ptr<Engine> MessageEngine::split(const Call& call, int color, int ke
     int key;
     std::int64_t number;  // of the part's channel, if this rank is its first
   };
-  const Choice mine{color, key, channel_->next_number()};
-  std::vector<Choice> choices(static_cast<std::size_t>(size()));
+  const std::size_t n_bytes = channel_->address_bytes();
+  std::vector<std::byte> mine(sizeof(Choice));
+  const Choice own{color, key, channel_->next_number()};
+  copy_bytes(mine.data(), &own, sizeof own);
+  const std::vector<std::byte> address = channel_->open_part(call);
+  mine.insert(mine.end(), address.begin(), address.end());
+  std::vector<std::byte> all(mine.size() * static_cast<std::size_t>(size()));
   Call gather = internal::step_of(call, Op::all_gather, /*root=*/-1);
   gather.check = Check::light;  // even if other calls are not compared
   gather.dtype = DType::u8;
-  gather.count = sizeof(Choice);
-  gather.in = &mine;
-  gather.out = choices.data();
+  gather.count = mine.size();
+  gather.in = mine.data();
+  gather.out = all.data();
   perform(gather);
+  std::vector<Choice> choices(static_cast<std::size_t>(size()));
+  const auto of_rank = [&](int r) {
+    return all.data() + mine.size() * static_cast<std::size_t>(r);
+  };
+  for (int r = 0; r < size(); ++r) {
+    copy_bytes(&choices[static_cast<std::size_t>(r)], of_rank(r), sizeof(Choice));
+  }
   std::vector<int> members;
   for (int r = 0; r < size(); ++r) {
     if (choices[static_cast<std::size_t>(r)].color == color) members.push_back(r);
   }
   std::ranges::stable_sort(members, {},
                            [&](int r) { return choices[static_cast<std::size_t>(r)].key; });
+  std::vector<std::byte> addresses;
+  for (const int r : members) {
+    addresses.insert(addresses.end(), of_rank(r) + sizeof(Choice),
+                     of_rank(r) + sizeof(Choice) + n_bytes);
+  }
   const std::int64_t number = choices[static_cast<std::size_t>(members.front())].number;
-  return std::make_unique<MessageEngine>(name_, channel_->split(members, number, call));
+  return std::make_unique<MessageEngine>(name_, channel_->split(members, number, call, addresses));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <optional>
@@ -14,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/patience.hpp"
 #include "engines/message/header.hpp"
 #include "engines/message/message.hpp"
 #include "group/failure.hpp"
@@ -87,7 +89,7 @@ class Transport {
     pending,  ///< call wait() again after polling the control messages
     ended,    ///< at the deadline or by a control message; do not call wait() again
   };
-  virtual State wait(std::chrono::steady_clock::time_point deadline) = 0;
+  virtual State wait(detail::JobClock::time_point deadline) = 0;
   /// After wait(): the ranks whose messages are incomplete, in any order and number.
   virtual std::vector<int> awaited() = 0;
   /// Ends an exchange that is not complete: the caller may reuse its messages' memory, and the
@@ -111,6 +113,13 @@ class Transport {
   virtual void send_control(const ControlMessage& message, int to = kAllRanks) noexcept = 0;
   /// The next control message from another rank.
   virtual std::optional<ControlMessage> poll_control() = 0;
+  /// Why whoever started the ranks has ended their world, with the rank of the world that was lost
+  /// as culprit, if that is known.
+  virtual std::optional<internal::Failure> verdict() const { return std::nullopt; }
+  /// How long the reason of a broken connection may take to arrive as a control message.
+  virtual std::chrono::milliseconds time_of_reason() const noexcept {
+    return base::patience::kControlMessage;
+  }
   /// How often to poll before an exchange, which may not have to wait and so not poll at all.
   virtual int n_polls_before_exchange() noexcept { return 1; }
 
@@ -125,10 +134,13 @@ class Transport {
   virtual std::int32_t last_channel() const noexcept {
     return std::numeric_limits<std::int32_t>::max();
   }
+  /// What the others need to know of this rank to split(), which is the next call: address_bytes().
+  virtual std::vector<std::byte> open_part() { return {}; }
+  virtual std::size_t address_bytes() const noexcept { return 0; }
   /// The transport of the channel of `members`, ranks of this one that include this rank. Sends no
-  /// messages, so it does not wait.
-  virtual std::unique_ptr<Transport> split(const std::vector<int>& members,
-                                           std::int32_t channel) = 0;
+  /// messages, so it does not wait. addresses: what open_part() has returned on the members.
+  virtual std::unique_ptr<Transport> split(const std::vector<int>& members, std::int32_t channel,
+                                           std::span<const std::byte> addresses) = 0;
 };
 
 }  // namespace lockstep::message

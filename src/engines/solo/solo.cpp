@@ -1,6 +1,7 @@
 #include "engines/solo/solo.hpp"
 
 #include <cstring>
+#include <iterator>
 #include <lockstep/group.hpp>
 #include <vector>
 
@@ -49,7 +50,8 @@ class SoloEngine final : public internal::NativeEngine {
   }
 
   std::vector<std::unique_ptr<Engine>> divide(const Call&, std::span<const int> counts) override {
-    return shared::ranks_of_threads(counts.front());
+    auto engines = shared::ranks_of_threads(counts.front());
+    return {std::make_move_iterator(engines.begin()), std::make_move_iterator(engines.end())};
   }
   std::unique_ptr<Engine> split(const Call&, int, int) override { return make(); }
   std::unique_ptr<SharedMemory> allocate(const Call& call) override {

@@ -213,6 +213,15 @@ void Backend::post(const Asked& asked, std::source_location where,
   queue_->post(std::move(run_posted), {.operation = operation, .where = where});
 }
 
+Backend::Step Backend::step_of(nn::TensorCall call, const ErrorContext& context) const {
+  const auto prepared =
+      std::make_shared<nn::PreparedCall>(std::move(call), nn::kOfC10d, group(), context);
+  return [this, prepared](Timeout limit) {
+    prepared->run(group(), limit);
+    prepared->write_back();
+  };
+}
+
 Backend::Step Backend::step_of(std::vector<nn::TensorCall> calls,
                                const ErrorContext& context) const {
   const auto prepared =

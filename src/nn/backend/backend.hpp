@@ -180,7 +180,8 @@ class Backend final : public c10d::Backend {
   WorkResult call(const Asked& asked, c10::function_ref<Step(const ErrorContext&)> prepare);
   void post(const Asked& asked, std::source_location where,
             const c10::intrusive_ptr<CollectiveWork>& work, Step step);
-  /// Of several where c10d coalesces them.
+  Step step_of(nn::TensorCall call, const ErrorContext& context) const;
+  /// Of several, which c10d coalesces.
   Step step_of(std::vector<nn::TensorCall> calls, const ErrorContext& context) const;
   /// Of an all_to_all between lists of tensors, whose sizes may differ.
   Step step_of_lists(const nn::TensorCall& call, const ErrorContext& context) const;

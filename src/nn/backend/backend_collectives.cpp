@@ -49,9 +49,9 @@ Backend::WorkResult Backend::broadcast(Tensors& tensors, const c10d::BroadcastOp
   return call(
       {"lockstep:broadcast", OpType::BROADCAST, options.asyncOp, options.timeout, tensors, tensors},
       [&](const ErrorContext& context) {
-        return step_of({{.op = Op::broadcast,
-                         .root = rank_of(options.rootRank),
-                         .outs = {only(tensors, context)}}},
+        return step_of({.op = Op::broadcast,
+                        .root = rank_of(options.rootRank),
+                        .outs = {only(tensors, context)}},
                        context);
       });
 }
@@ -61,9 +61,9 @@ Backend::WorkResult Backend::allreduce(Tensors& tensors, const c10d::AllreduceOp
   return call({"lockstep:all_reduce", OpType::ALLREDUCE, options.asyncOp, options.timeout, tensors,
                tensors},
               [&](const ErrorContext& context) {
-                return step_of({{.op = Op::all_reduce,
-                                 .reduce = reduction_of(options.reduceOp, context),
-                                 .outs = {only(tensors, context)}}},
+                return step_of({.op = Op::all_reduce,
+                                .reduce = reduction_of(options.reduceOp, context),
+                                .outs = {only(tensors, context)}},
                                context);
               });
 }
@@ -85,10 +85,10 @@ Backend::WorkResult Backend::reduce(Tensors& tensors, const c10d::ReduceOptions&
   return call(
       {"lockstep:reduce", OpType::REDUCE, options.asyncOp, options.timeout, tensors, tensors},
       [&](const ErrorContext& context) {
-        return step_of({{.op = Op::reduce,
-                         .reduce = reduction_of(options.reduceOp, context),
-                         .root = rank_of(options.rootRank),
-                         .outs = {only(tensors, context)}}},
+        return step_of({.op = Op::reduce,
+                        .reduce = reduction_of(options.reduceOp, context),
+                        .root = rank_of(options.rootRank),
+                        .outs = {only(tensors, context)}},
                        context);
       });
 }
@@ -99,9 +99,9 @@ Backend::WorkResult Backend::allgather(std::vector<Tensors>& outputs, Tensors& i
                outputs.empty() ? Tensors{} : outputs.front()},
               [&](const ErrorContext& context) {
                 return step_of(
-                    {{.op = Op::all_gather,
-                      .ins = {only(inputs, context)},
-                      .outs = one_each("outputs", only_list(outputs, context), group(), context)}},
+                    {.op = Op::all_gather,
+                     .ins = {only(inputs, context)},
+                     .outs = one_each("outputs", only_list(outputs, context), group(), context)},
                     context);
               });
 }
@@ -141,7 +141,7 @@ Backend::WorkResult Backend::_allgather_base(at::Tensor& output, at::Tensor& inp
                {input},
                {output}},
               [&](const ErrorContext& context) {
-                return step_of({{.op = Op::all_gather, .ins = {input}, .outs = {output}}}, context);
+                return step_of({.op = Op::all_gather, .ins = {input}, .outs = {output}}, context);
               });
 }
 
@@ -166,7 +166,7 @@ Backend::WorkResult Backend::gather(std::vector<Tensors>& outputs, Tensors& inpu
                 } else if (!outputs.empty()) {
                   throw UsageError(context, "only the destination takes outputs");
                 }
-                return step_of({call}, context);
+                return step_of(std::move(call), context);
               });
 }
 
@@ -182,7 +182,7 @@ Backend::WorkResult Backend::scatter(Tensors& outputs, std::vector<Tensors>& inp
                 } else if (!inputs.empty()) {
                   throw UsageError(context, "only the source takes inputs");
                 }
-                return step_of({call}, context);
+                return step_of(std::move(call), context);
               });
 }
 
@@ -195,10 +195,10 @@ Backend::WorkResult Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor
                {input},
                {output}},
               [&](const ErrorContext& context) {
-                return step_of({{.op = Op::reduce_scatter,
-                                 .reduce = reduction_of(options.reduceOp, context),
-                                 .ins = {input},
-                                 .outs = {output}}},
+                return step_of({.op = Op::reduce_scatter,
+                                .reduce = reduction_of(options.reduceOp, context),
+                                .ins = {input},
+                                .outs = {output}},
                                context);
               });
 }
@@ -228,7 +228,7 @@ Backend::WorkResult Backend::reduce_scatter(Tensors& outputs, std::vector<Tensor
                     .reduce = reduction_of(options.reduceOp, context),
                     .ins = one_each("inputs", only_list(inputs, context), group(), context),
                     .outs = {only(outputs, context)}};
-                return is_even ? step_of({call}, context) : step_of_uneven_parts(call, context);
+                return is_even ? step_of(call, context) : step_of_uneven_parts(call, context);
               });
 }
 
@@ -324,23 +324,21 @@ void all_to_all_lists(const TensorCall& call, const Group& group, Timeout timeou
   }
 }
 
-/// The part for each rank of a tensor that is split along its first dimension. rows: each rank's;
-/// empty: all the same.
-Tensors split_rows(const at::Tensor& tensor, Sizes rows, std::int64_t n_ranks,
+/// How many rows each rank has of a tensor that is split along its first dimension. rows: that is
+/// given; empty: all the same.
+Sizes checked_rows(const at::Tensor& tensor, const Sizes& rows, std::int64_t n_ranks,
                    const ErrorContext& context) {
   if (tensor.dim() == 0) {
-    if (n_ranks == 1 && rows.empty()) return {tensor};
+    if (n_ranks == 1 && rows.empty()) return {1};
     throw UsageError(context, fmt::format("a tensor without dimensions cannot be split among {} "
                                           "ranks",
                                           n_ranks));
   }
   const std::int64_t n_rows = tensor.size(0);
   if (rows.empty()) {
-    if (n_rows % n_ranks != 0) {
-      throw UsageError(context,
-                       fmt::format("{} rows cannot be split among {} ranks", n_rows, n_ranks));
-    }
-    rows.assign(static_cast<std::size_t>(n_ranks), n_rows / n_ranks);
+    if (n_rows % n_ranks == 0) return Sizes(static_cast<std::size_t>(n_ranks), n_rows / n_ranks);
+    throw UsageError(context,
+                     fmt::format("{} rows cannot be split among {} ranks", n_rows, n_ranks));
   }
   const std::int64_t sum = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
   if (static_cast<std::int64_t>(rows.size()) != n_ranks || sum != n_rows ||
@@ -350,7 +348,7 @@ Tensors split_rows(const at::Tensor& tensor, Sizes rows, std::int64_t n_ranks,
                                  "ranks, the tensor {} rows",
                                  fmt::join(rows, ", "), rows.size(), sum, n_ranks, n_rows));
   }
-  return tensor.split_with_sizes(rows);
+  return rows;
 }
 
 }  // namespace
@@ -359,26 +357,30 @@ Backend::WorkResult Backend::alltoall_base(at::Tensor& output, at::Tensor& input
                                            std::vector<std::int64_t>& output_sizes,
                                            std::vector<std::int64_t>& input_sizes,
                                            const c10d::AllToAllOptions& options) {
-  return call({"lockstep:all_to_all",
-               OpType::ALLTOALL_BASE,
-               options.asyncOp,
-               options.timeout,
-               {input},
-               {output}},
-              [&](const ErrorContext& context) {
-                for (const at::Tensor& tensor : {input, output}) {
-                  nn::check_tensor(tensor, nn::kOfC10d, context);
-                }
-                const at::NoGradGuard no_grad;
-                TensorCall call{.op = Op::all_to_all,
-                                .ins = split_rows(input, input_sizes, size_, context),
-                                .outs = split_rows(output, output_sizes, size_, context)};
-                if (!input_sizes.empty() || !output_sizes.empty())
-                  return step_of_lists(call, context);
-                call.ins = {input};
-                call.outs = {output};
-                return step_of({call}, context);
-              });
+  return call(
+      {"lockstep:all_to_all",
+       OpType::ALLTOALL_BASE,
+       options.asyncOp,
+       options.timeout,
+       {input},
+       {output}},
+      [&](const ErrorContext& context) {
+        for (const at::Tensor& tensor : {input, output}) {
+          nn::check_tensor(tensor, nn::kOfC10d, context);
+        }
+        const Sizes sent = checked_rows(input, input_sizes, size_, context);
+        const Sizes received = checked_rows(output, output_sizes, size_, context);
+        if (input_sizes.empty() && output_sizes.empty()) {
+          return step_of({.op = Op::all_to_all, .ins = {input}, .outs = {output}}, context);
+        }
+        const at::NoGradGuard no_grad;
+        const auto parts = [](const at::Tensor& tensor, const Sizes& rows) {
+          return tensor.dim() == 0 ? Tensors{tensor} : tensor.split_with_sizes(rows);
+        };
+        return step_of_lists(
+            {.op = Op::all_to_all, .ins = parts(input, sent), .outs = parts(output, received)},
+            context);
+      });
 }
 
 Backend::WorkResult Backend::alltoall(Tensors& outputs, Tensors& inputs,

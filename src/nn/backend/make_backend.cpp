@@ -93,7 +93,7 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
              .action = "join init_process_group or new_group",
              .earlier = earlier ? &*earlier : nullptr,
              .earlier_ranks = {config.global_ranks.begin(), config.global_ranks.end()}});
-        rendezvous.join(std::chrono::steady_clock::now() + timeout);
+        rendezvous.join(lockstep::detail::JobClock::now() + timeout);
         membership = rendezvous.membership();
       }
     } catch (const Error&) {

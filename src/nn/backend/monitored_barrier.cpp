@@ -14,7 +14,7 @@
 namespace lockstep::backend {
 namespace {
 
-using BarrierClock = std::chrono::steady_clock;
+using BarrierClock = lockstep::detail::JobClock;
 using std::chrono::milliseconds;
 
 // How long rank 0 waits at most until the others have read what came of it.

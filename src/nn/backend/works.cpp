@@ -29,7 +29,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     const auto is_completed = [this] { return completed_; };
     if (timeout == kNoTimeout) {
       base::wait_until_true(cv_, lock, is_completed);
-    } else if (!cv_.wait_for(lock, timeout, is_completed)) {
+    } else if (!cv_.wait_until(lock, lockstep::detail::JobClock::now() + timeout, is_completed)) {
       throw TimeoutError(
           {.operation = c10d::opTypeToString(opType_),
            .group = group_.name(),

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <exception>
-#include <lockstep/sync.hpp>
+#include <lockstep/sync_master.hpp>
 #include <memory>
 
 #include "nn/batch_norm/layer_steps.hpp"

@@ -4,7 +4,7 @@
 #include <torch/nn/functional/batchnorm.h>
 
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 
 #include "group/check.hpp"
 #include "nn/batch_norm/inner_scopes.hpp"

@@ -8,7 +8,7 @@
 #include <atomic>
 #include <cstring>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
+#include <lockstep/world.hpp>
 #include <memory>
 #include <mutex>
 #include <optional>

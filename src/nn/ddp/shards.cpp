@@ -16,14 +16,14 @@
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
-#include <lockstep/nn/sync_batch_norm.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
 #include <lockstep/objects.hpp>
+#include <lockstep/world.hpp>
 #include <mutex>
 #include <numeric>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "base/hash.hpp"
 #include "group/native_engine.hpp"
@@ -118,6 +118,18 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
+/// Whether it is an error of the shards' group or of a group made of it, which all shards have, and
+/// after which their groups may still be usable.
+bool is_of_all_shards(const std::exception_ptr& error, const Group& shards) {
+  if (!internal::is_collective_error(error)) return false;
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& of_group) {
+    const std::string_view group = of_group.context().group;
+    return group == shards.name() || group.starts_with(shards.name() + "/");
+  }
+}
+
 /// Those of the rank whose shards run.
 std::vector<int> counts_of(int n_shards, const Group& group) {
   std::vector<int> counts;
@@ -146,6 +158,10 @@ Shards::Shards(torch::nn::Module& module, const DistributedDataParallelOptions& 
     const std::vector<int> counts = counts_of(n_shards_, group_);
     n_mine_ = static_cast<std::size_t>(counts[static_cast<std::size_t>(group_.rank())]);
     structure_ = structure();
+    for (const auto& item : module_.named_modules()) {
+      auto* const layer = dynamic_cast<NamedLayer*>(item.value().get());
+      if (layer != nullptr) layers_.emplace_back(item.key(), layer);
+    }
     copies_.prepare(std::max<std::size_t>(n_mine_ - 1, 1));  // one, to see whether it can be copied
     if (n_mine_ == 1) copies_.clear();
     if (n_mine_ > 1) threads_ = std::make_unique<ReplicaThreads>(n_mine_ - 1, kRunShards, where);
@@ -216,7 +232,7 @@ void Shards::run(const std::function<void(std::size_t)>& body) {
       body(i);
     } catch (...) {
       errors[i] = std::current_exception();
-      if (!internal::is_collective_error(errors[i])) abandon(i, errors[i]);
+      if (!is_of_all_shards(errors[i], groups_[i])) abandon(i, errors[i]);
     }
   };
   if (n_mine_ == 1) {
@@ -296,12 +312,11 @@ void Shards::check_before_step(std::source_location where) const {
                 "modules, parameters or buffers have been added or removed since this object was "
                 "made: make a new one");
   }
-  for (const auto& item : module_.named_modules()) {
-    const auto* const layer = dynamic_cast<const NamedLayer*>(item.value().get());
-    if (layer != nullptr && layer->has_group()) {
+  for (const auto& [name, layer] : layers_) {
+    if (layer->has_group()) {
       throw usage(where, fmt::format("'{}' has been given a group, which knows no shards: convert "
                                      "it without one",
-                                     item.key()));
+                                     name));
     }
   }
 }
@@ -403,7 +418,8 @@ void Shards::keep_accumulated() {
 }
 
 void Shards::forget_groups_of_layers() {
-  for (std::size_t i = 0; i < n_mine_; ++i) {
+  for (const auto& [name, layer] : layers_) layer->set_group({});
+  for (std::size_t i = 1; i < n_mine_; ++i) {
     for (const auto& one : module_of(i).modules()) {
       if (auto* const layer = dynamic_cast<NamedLayer*>(one.get())) layer->set_group({});
     }
@@ -446,20 +462,14 @@ double Shards::run_shards(const ShardedStep& step, std::source_location where) {
 double Shards::run_one(std::size_t i, const ShardedStep& step, std::source_location where) {
   // Its guard would make a refused call of a forward that throws; abandon() ends the groups.
   reducers_[i]->before_forward(where);
-  std::vector<std::uint32_t> versions;  // of the memory that the shards share
+  torch::OrderedDict<std::string, at::Tensor> parameters;  // memory that the shards share
+  std::vector<std::uint32_t> versions;
   if (i == 0) {
-    for (const at::Tensor& parameter : module_.parameters()) {
-      versions.push_back(version_of(parameter));
-    }
+    parameters = module_.named_parameters();
+    for (const auto& parameter : parameters) versions.push_back(version_of(parameter.value()));
   }
   const SyncBatchNormScope scope(groups_[i], where);
-  at::Tensor sum;
-  try {
-    sum = step.loss(i, module_of(i));
-  } catch (...) {  // also an Error, of something else
-    if (!internal::is_of_peer(std::current_exception())) abandon(i, std::current_exception());
-    throw;
-  }
+  const at::Tensor sum = step.loss(i, module_of(i));
   if (!sum.defined() || sum.numel() != 1) {
     throw usage(where,
                 "the function must return the sum of the losses of the shard's samples, a "
@@ -474,7 +484,6 @@ double Shards::run_one(std::size_t i, const ShardedStep& step, std::source_locat
   if (i == 0) {
     has_drawn_ = !generator_before_.equal(generator_state());
     changed_parameter_.clear();
-    const auto parameters = module_.named_parameters();
     for (std::size_t k = 0; k < parameters.size() && changed_parameter_.empty(); ++k) {
       if (version_of(parameters[k].value()) == versions[k]) continue;
       changed_parameter_ = parameters[k].key();

@@ -8,10 +8,12 @@
 #include <functional>
 #include <lockstep/group.hpp>
 #include <lockstep/nn/distributed_data_parallel.hpp>
+#include <lockstep/nn/sync_batch_norm.hpp>
 #include <memory>
 #include <optional>
 #include <source_location>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "nn/ddp/reducer.hpp"
@@ -84,6 +86,8 @@ class Shards final : public Synchroniser {
   std::size_t n_mine_ = 0;
   ModuleCopies copies_;
   Structure structure_;
+  /// The layers of the module that a step gives a group to, as long as the structure is the same.
+  std::vector<std::pair<std::string, NamedLayer*>> layers_;
   std::vector<Group> groups_;                ///< of the shards, as each of mine
   std::unique_ptr<ReplicaThreads> threads_;  ///< of all but the first
   bool runs_ = false;                        ///< run_shards does

@@ -98,8 +98,8 @@ void ElasticState::Implementation::complete(Position next, bool is_saved,
   keep();
   if (!options.save.empty()) file = is_saved ? FileState::due : FileState::behind;
   if (is_elastic) {
-    const bool waits = all_reduce_value(replacements_wait() ? 1 : 0, ReduceOp::max, default_group(),
-                                        {}, where) != 0;
+    const bool waits = all_reduce_value(has_waiting_replacements() ? 1 : 0, ReduceOp::max,
+                                        default_group(), {}, where) != 0;
     lockstep::step_done();
     if (waits) throw Regroup();
   }

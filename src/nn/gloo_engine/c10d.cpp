@@ -45,7 +45,7 @@
 namespace lockstep::nn::detail {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = lockstep::detail::JobClock;
 using std::chrono::milliseconds;
 using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 

@@ -18,7 +18,7 @@
 namespace lockstep::nn::detail {
 namespace {
 
-using JoinClock = std::chrono::steady_clock;
+using JoinClock = lockstep::detail::JobClock;
 using std::chrono::milliseconds;
 
 /// How often a rank that waits checks which others have ended.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
 #include <string>
 #include <string_view>
@@ -23,8 +24,8 @@ inline constexpr std::chrono::milliseconds kPatience{5000};
 /// other threads, and only its text tells in some versions a timeout from a lost connection.
 /// Calls `done` until it returns true, or the deadline has come.
 template <class Done>
-void poll_until(std::chrono::steady_clock::time_point deadline, Done done) {
-  using Clock = std::chrono::steady_clock;
+void poll_until(lockstep::detail::JobClock::time_point deadline, Done done) {
+  using Clock = lockstep::detail::JobClock;
   constexpr std::chrono::milliseconds kFirstPause{1}, kLongestPause{16};
   for (auto pause = kFirstPause; !done(); pause = std::min(2 * pause, kLongestPause)) {
     const auto left = deadline - Clock::now();
@@ -81,7 +82,7 @@ class Rendezvous {
   /// Returns when every rank has joined. If one has not when the time of another ends, or has
   /// ended, throws on all that have joined: TimeoutError naming the ranks that have not, or
   /// PeerLost naming those that have ended. Throws std::exception if the store fails.
-  void join(std::chrono::steady_clock::time_point deadline);
+  void join(lockstep::detail::JobClock::time_point deadline);
   /// Of the ranks that have joined.
   Membership membership() const;
 
@@ -92,14 +93,14 @@ class Rendezvous {
   /// Of those that an earlier group knows.
   std::vector<int> ended() const;
   void conclude(std::string_view result);
-  void conclude_if_late_or_lost(std::chrono::steady_clock::time_point deadline);
+  void conclude_if_late_or_lost(lockstep::detail::JobClock::time_point deadline);
   /// Until the others that have joined know the result, too.
   void stay_for_others();
   [[noreturn]] void fail(char kind, const std::string& ranks) const;
 
   Options options_;
   StorePtr store_;
-  std::chrono::steady_clock::time_point next_check_{};
+  lockstep::detail::JobClock::time_point next_check_{};
 };
 
 }  // namespace lockstep::nn::detail

@@ -88,11 +88,11 @@ void Transport::start(std::span<const Message> messages, const Call& call) {
   }
 }
 
-Transport::State Transport::wait(std::chrono::steady_clock::time_point deadline) {
+Transport::State Transport::wait(lockstep::detail::JobClock::time_point deadline) {
   const base::NoSigpipe no_sigpipe;
   awaited_.clear();
   const auto end = answers_status_queries()
-                       ? std::min(deadline, std::chrono::steady_clock::now() + kControlInterval)
+                       ? std::min(deadline, lockstep::detail::JobClock::now() + kControlInterval)
                        : deadline;
   wait_.deadline = end;
   wire_->start(wait_);
@@ -133,7 +133,8 @@ void Transport::release() noexcept {
 }
 
 std::unique_ptr<message::Transport> Transport::split(const std::vector<int>& members,
-                                                     std::int32_t channel) {
+                                                     std::int32_t channel,
+                                                     std::span<const std::byte> /*addresses*/) {
   std::vector<int> wire_ranks;
   for (const int member : members) {
     wire_ranks.push_back(members_[static_cast<std::size_t>(member)]);

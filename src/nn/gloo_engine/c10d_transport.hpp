@@ -23,7 +23,7 @@ class Transport final : public message::Transport {
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return static_cast<int>(members_.size()); }
   void start(std::span<const Message> messages, const Call& call) override;
-  State wait(std::chrono::steady_clock::time_point deadline) override;
+  State wait(lockstep::detail::JobClock::time_point deadline) override;
   void cancel() noexcept override;
   std::vector<int> awaited() override { return awaited_; }
   bool takes_shorter_messages() const noexcept override { return wire_->takes_shorter_messages(); }
@@ -36,8 +36,8 @@ class Transport final : public message::Transport {
   std::optional<message::ControlMessage> poll_control() override {
     return wire_->poll_control(channel_);
   }
-  std::unique_ptr<message::Transport> split(const std::vector<int>& members,
-                                            std::int32_t channel) override;
+  std::unique_ptr<message::Transport> split(const std::vector<int>& members, std::int32_t channel,
+                                            std::span<const std::byte> /*addresses*/) override;
 
  private:
   int rank_of(int wire_rank) const;

@@ -19,7 +19,7 @@
 namespace lockstep::nn::detail {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = lockstep::detail::JobClock;
 using message::ControlMessage;
 using std::chrono::milliseconds;
 

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <list>
+#include <lockstep/detail/time_limit.hpp>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -70,7 +71,7 @@ class Wire {
  private:
   friend class Transport;
   using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-  using Time = std::chrono::steady_clock::time_point;
+  using Time = lockstep::detail::JobClock::time_point;
   static constexpr int kNoPeer = -1;
 
   /// A thread that waits for one work after another. While it is listed in waits_, they may be

@@ -16,12 +16,12 @@
 #include "group/native_engine.hpp"
 #include "nn/elements/elements.hpp"
 #include "nn/error.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::nn {
 namespace {
 
 bool is_in_place(Op op) { return op == Op::all_reduce || op == Op::reduce || op == Op::broadcast; }
-bool reduces(Op op) { return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter; }
 /// Whether each rank gives a part for every rank, or gets one from every rank.
 bool has_parts_in(Op op) {
   return op == Op::scatter || op == Op::reduce_scatter || op == Op::all_to_all;
@@ -141,13 +141,14 @@ PreparedCall::PreparedCall(TensorCall call, const Rules& rules, const Group& gro
   for (const at::Tensor& out : outs_) {
     own_outs_.push_back(nn::is_in_place(op) ? with_values(out, rules) : for_result(out, rules));
   }
-  std::vector<MemoryRange> results(outs_.begin(), outs_.end());
-  results.insert(results.end(), written.begin(), written.end());
   for (const at::Tensor& in : call.ins) {
     at::Tensor own = with_values(in, rules);
     const MemoryRange range(own);
     const auto overlaps = [&](const MemoryRange& result) { return range.overlaps(result); };
-    ins_.push_back(std::ranges::any_of(results, overlaps) ? own.clone() : std::move(own));
+    const auto range_of = [](const at::Tensor& out) { return MemoryRange(out); };
+    const bool is_written =
+        std::ranges::any_of(outs_, overlaps, range_of) || std::ranges::any_of(written, overlaps);
+    ins_.push_back(is_written ? own.clone() : std::move(own));
   }
   make_call(call, group, context);
 }
@@ -177,8 +178,9 @@ void PreparedCall::make_call(const TensorCall& call, const Group& group,
   const ReduceOp reduce = rules_.reduces_bool_as_or && any.scalar_type() == at::kBool
                               ? op_of_bool(call.reduce)
                               : call.reduce;
-  const ReducedAs as =
-      reduces(op) ? checked_reduction(any.scalar_type(), reduce, context) : moved_as(any);
+  const ReducedAs as = internal::is_reduction(op)
+                           ? checked_reduction(any.scalar_type(), reduce, context)
+                           : moved_as(any);
   call_ = {.op = op,
            .dtype = as.dtype,
            .reduce = reduce,
@@ -294,7 +296,8 @@ void check_tensors(const Tensors& ins, const Tensors& outs, bool are_results, co
     check_tensor(out, rules, context);
     if (are_results) check_result(out, context);
   }
-  const at::Tensor first = !ins.empty() ? ins[0] : !outs.empty() ? outs[0] : at::Tensor();
+  const at::Tensor none;
+  const at::Tensor& first = !ins.empty() ? ins[0] : !outs.empty() ? outs[0] : none;
   const auto check_type = [&](const char* name, const Tensors& tensors) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       if (tensors[i].scalar_type() == first.scalar_type()) continue;

@@ -4,8 +4,8 @@
 
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/error.hpp>
-#include <lockstep/launch.hpp>
 #include <lockstep/nn/sync_batch_norm_scope.hpp>
+#include <lockstep/world.hpp>
 #include <memory>
 #include <optional>
 #include <string>
@@ -46,16 +46,17 @@ T read(const nn::Layer& layer, const char* name, const char* expected, const py:
 
 /// The training forward of a layer. momentum: None for the cumulative average. Takes objects: what
 /// pybind rejects would not be a refused call. identity: what ranks compare, so that two layers of
-/// equal width never exchange their statistics.
+/// equal width never exchange their statistics. clamps: max(var, eps) instead of var + eps.
 Tensor sync_batch_norm(const py::object& input, const py::object& num_features,
                        const py::object& weight, const py::object& bias,
                        const py::object& running_mean, const py::object& running_var,
                        const py::object& num_batches_tracked, const py::object& momentum,
                        const py::object& eps, const py::object& group, const std::string& title,
-                       const std::string& identity) {
+                       const std::string& identity, bool clamps) {
   const auto where = core().where();
   const auto record = c10::make_intrusive<nn::BatchNormRecord>();
   nn::BatchNormSettings& settings = record->settings;
+  settings.eps_mode = clamps ? nn::EpsMode::clamp : nn::EpsMode::plus;
   const nn::Layer& layer = settings.layer = {.group = group_of(group, where),
                                              .title = std::make_shared<const std::string>(title),
                                              .where = where,

@@ -2,12 +2,15 @@
 //   collectives sum       all ranks add up their numbers and print the sum
 //   collectives alone     ends without joining
 //   collectives lose R    rank R goes silent, the others wait for it; prints what they get
+//   collectives die R     rank R kills itself, the others wait for it; prints what they get
 //   collectives differ R  rank R calls barrier where the others add up
 //   collectives refuse R  rank R's all_reduce has no data, and it calls barrier next
+//   collectives read R    rank R reads a line while the others wait for it, and prints it
 //   collectives stop|loop|exit|throw R   rank R stops itself, loops, leaves or throws while the
 //                         others wait for it, for half a second
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <csignal>
@@ -33,6 +36,13 @@ void misbehave(const std::string& mode) {
   if (mode == "lose" || mode == "linger") {
     while (true) pause();
   }
+  if (mode == "read") {
+    std::array<char, 256> line{};
+    std::printf("rank %d read %s", lockstep::get_rank(),
+                std::fgets(line.data(), line.size(), stdin) != nullptr ? line.data() : "nothing\n");
+    std::fflush(stdout);
+  }
+  if (mode == "die") std::raise(SIGKILL);
   if (mode == "stop") std::raise(SIGSTOP);
   if (mode == "loop") {
     for (std::atomic<unsigned> n = 0;; ++n) {
@@ -70,7 +80,7 @@ int main(int argc, char** argv) {
         while (true) pause();
       }
     }
-    if (mode == "lose" || mode == "differ" || mode == "refuse") {
+    if (mode == "lose" || mode == "die" || mode == "differ" || mode == "refuse" || mode == "read") {
       lockstep::all_reduce(std::span(&value, 1));
     } else {
       lockstep::barrier(lockstep::default_group(), std::chrono::milliseconds(500));

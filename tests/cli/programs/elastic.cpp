@@ -114,7 +114,7 @@ void steps(const std::string& mode, const std::string& places) {
       const int n = lockstep::get_world_size();
       const int sum = lockstep::all_reduce_value(lockstep::get_rank() + 1);
       if (sum != n * (n + 1) / 2) throw std::logic_error("a wrong sum");
-      const int waits = lockstep::all_reduce_value(lockstep::replacements_wait() ? 1 : 0,
+      const int waits = lockstep::all_reduce_value(lockstep::has_waiting_replacements() ? 1 : 0,
                                                    lockstep::ReduceOp::max);
       ++step;
       lockstep::step_done();
@@ -246,7 +246,7 @@ int soak(std::size_t n_deaths, const char* file, bool may_stop) {
       }
       while (true) {
         add_up();
-        int wish = lockstep::replacements_wait() ? let_in : none;
+        int wish = lockstep::has_waiting_replacements() ? let_in : none;
         if (survives && n_lost >= n_deaths) wish = end;
         wish = lockstep::all_reduce_value(wish, lockstep::ReduceOp::max);
         lockstep::step_done();
@@ -339,7 +339,7 @@ void take_steps(
     try {
       before_step();
       const bool is_full = lockstep::get_world_size() == std::atoi(std::getenv("WORLD_SIZE"));
-      int wish = lockstep::replacements_wait() ? let_in : none;
+      int wish = lockstep::has_waiting_replacements() ? let_in : none;
       if (n_lost >= n_losses && (n_losses > 1 || is_full)) wish = end;
       wish = lockstep::all_reduce_value(wish, lockstep::ReduceOp::max);
       lockstep::step_done();

@@ -24,17 +24,17 @@ bool is_wrong = false;  // the call whose messages these are
 
 int prepare(void* group, const Message* messages, std::size_t n) {
   firsts = messages;
-  return right.prepare(group, messages, n);
+  return right.transport.prepare(group, messages, n);
 }
 
 int begin_wrongly(void* group, const Message* messages, std::size_t n, void** exchange) {
   current.assign(messages, messages + n);
   are_firsts = messages == firsts;
-  return right.begin(group, messages, n, exchange);
+  return right.transport.begin(group, messages, n, exchange);
 }
 
 int test_wrongly(void* exchange, std::size_t n_tests, std::int32_t* all_done) {
-  const int code = right.test(exchange, n_tests, all_done);
+  const int code = right.transport.test(exchange, n_tests, all_done);
   if (code != 0 || *all_done == 0) return code;
   for (const Message& message : current) {
     if (message.direction != Message::Direction::receive) continue;
@@ -60,9 +60,9 @@ extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mp
     if (library == nullptr) std::abort();
     right = *reinterpret_cast<const LockstepMpi* (*)()>(::dlsym(library, kLockstepMpiSymbol))();
     LockstepMpi module = right;
-    module.prepare = prepare;
-    module.begin = begin_wrongly;
-    module.test = test_wrongly;
+    module.transport.prepare = prepare;
+    module.transport.begin = begin_wrongly;
+    module.transport.test = test_wrongly;
     return module;
   }();
   return &wrong;

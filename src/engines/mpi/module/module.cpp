@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "engines/message/without_throwing.hpp"
 #include "engines/mpi/abi.hpp"
 #include "engines/mpi/module/mpi_exchange.hpp"
 
@@ -351,40 +352,29 @@ int poll_control(void* handle, void* message, std::size_t n_bytes, std::int32_t*
                   group.route.comm, MPI_STATUS_IGNORE);
 }
 
-/// For functions that allocate: an exception must not leave the module.
 template <auto kFunction>
-struct WithoutThrowing;
-template <class... Args, int (*kFunction)(Args...)>
-struct WithoutThrowing<kFunction> {
-  static int call(Args... args) noexcept {
-    try {
-      return kFunction(args...);
-    } catch (const std::bad_alloc&) {
-      return MPI_ERR_NO_MEM;
-    }
-  }
-};
+using WithoutThrowing = message::WithoutThrowing<kFunction, MPI_ERR_NO_MEM>;
 
 constexpr int (*kBegin)(void*, const Message*, std::size_t, void**) = begin;
 constexpr int (*kPrepare)(void*, const Message*, std::size_t) = prepare;
 
-constexpr LockstepMpi kModule = {kLockstepMpiVersion,
-                                 library,
-                                 error_text,
-                                 start,
-                                 one_thread,
-                                 host_ranks,
-                                 skip_finalize,
-                                 WithoutThrowing<world>::call,
-                                 WithoutThrowing<part>::call,
-                                 release,
-                                 WithoutThrowing<kBegin>::call,
-                                 WithoutThrowing<kPrepare>::call,
-                                 test,
-                                 awaited,
-                                 finish,
-                                 WithoutThrowing<send_control>::call,
-                                 poll_control};
+constexpr LockstepMpi kModule = {.version = kLockstepMpiVersion,
+                                 .transport = {.library = library,
+                                               .error_text = error_text,
+                                               .release = release,
+                                               .begin = WithoutThrowing<kBegin>::call,
+                                               .prepare = WithoutThrowing<kPrepare>::call,
+                                               .test = test,
+                                               .awaited = awaited,
+                                               .finish = finish,
+                                               .send_control = WithoutThrowing<send_control>::call,
+                                               .poll_control = poll_control},
+                                 .start = start,
+                                 .one_thread = one_thread,
+                                 .host_ranks = host_ranks,
+                                 .skip_finalize = skip_finalize,
+                                 .world = WithoutThrowing<world>::call,
+                                 .part = WithoutThrowing<part>::call};
 
 }  // namespace
 }  // namespace lockstep::mpi_module

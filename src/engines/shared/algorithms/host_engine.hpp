@@ -1,7 +1,9 @@
 #pragma once
 
+#include <iterator>
 #include <lockstep/engine.hpp>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "group/native_engine.hpp"
@@ -20,6 +22,13 @@ class HostEngine : public internal::NativeEngine {
   }
   /// See Engine::split.
   virtual std::unique_ptr<HostEngine> split_host(const Call& call, int color, int key) = 0;
+  std::vector<std::unique_ptr<Engine>> divide(const Call& call, std::span<const int> counts) final {
+    auto engines = divide_host(call, counts);
+    return {std::make_move_iterator(engines.begin()), std::make_move_iterator(engines.end())};
+  }
+  /// See NativeEngine::divide.
+  virtual std::vector<std::unique_ptr<HostEngine>> divide_host(const Call& call,
+                                                               std::span<const int> counts) = 0;
 
   /// Writes the rank's flight record, in memory that the segment's other processes can read and
   /// that outlives the rank.
@@ -32,6 +41,6 @@ class HostEngine : public internal::NativeEngine {
 };
 
 /// The engines of n ranks, each for a thread of this process.
-std::vector<std::unique_ptr<Engine>> ranks_of_threads(int n);
+std::vector<std::unique_ptr<HostEngine>> ranks_of_threads(int n);
 
 }  // namespace lockstep::shared

@@ -169,14 +169,14 @@ std::unique_ptr<HostEngine> SharedEngine::of_world(std::shared_ptr<Membership> m
   return engine;
 }
 
-std::vector<std::unique_ptr<Engine>> ranks_of_threads(int n) {
+std::vector<std::unique_ptr<HostEngine>> ranks_of_threads(int n) {
   const auto segment = Segment::for_threads(n);
   std::vector<int> all(static_cast<std::size_t>(n));
   std::iota(all.begin(), all.end(), 0);
   segment->header().world_channel = Channel::make(*segment, all);
   std::vector<std::shared_ptr<Membership>> memberships;
   for (const int rank : all) memberships.push_back(std::make_shared<Membership>(segment, rank));
-  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<std::unique_ptr<HostEngine>> engines;
   for (auto& membership : memberships) engines.push_back(SharedEngine::of_world(membership));
   return engines;
 }
@@ -225,8 +225,8 @@ std::unique_ptr<HostEngine> SharedEngine::split_host(const Call& call, int color
   return engine;
 }
 
-std::vector<std::unique_ptr<Engine>> SharedEngine::divide(const Call& call,
-                                                          std::span<const int> counts) {
+std::vector<std::unique_ptr<HostEngine>> SharedEngine::divide_host(const Call& call,
+                                                                   std::span<const int> counts) {
   channel_.begin(call);
   std::vector<int> world_ranks;
   for (int r = 0; r < size(); ++r) {

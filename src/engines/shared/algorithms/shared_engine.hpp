@@ -67,8 +67,8 @@ class SharedEngine final : public HostEngine {
   void run_lists(const Call& call) override { run(call); }
   void run(const Call& call) override;
   std::unique_ptr<HostEngine> split_host(const Call& call, int color, int key) override;
-  std::vector<std::unique_ptr<Engine>> divide(const Call& call,
-                                              std::span<const int> counts) override;
+  std::vector<std::unique_ptr<HostEngine>> divide_host(const Call& call,
+                                                       std::span<const int> counts) override;
   std::unique_ptr<SharedMemory> allocate(const Call& call) override;
   void refuse(const Refusal& refusal) noexcept override { channel_.refuse(refusal); }
   void abandon(std::string_view reason) noexcept override { channel_.abandon(reason); }

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
 #include <string>
 #include <string_view>
@@ -25,7 +26,7 @@ namespace lockstep::shared::bootstrap_protocol {
 
 using std::chrono::duration_cast;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
+using Clock = detail::JobClock;
 using Kind = internal::Failure::Kind;
 
 inline constexpr std::uint64_t kGreeting = 0x0174656d70736b6cULL;

@@ -6,6 +6,7 @@
 #include <exception>
 #include <vector>
 
+#include "base/job_clock.hpp"
 #include "base/text.hpp"
 #include "base/truncated_text.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
@@ -17,6 +18,7 @@ Job::Job(int n_ranks, const std::optional<std::string>& tune, bool is_elastic)
     : segment_(make_world(Segment::for_processes(n_ranks), tune)), tune_(tune), n_ranks_(n_ranks) {
   segment_->header().has_launcher = true;
   segment_->header().is_elastic = is_elastic;
+  set_clock(base::job_clock_word());
   for (int r = 0; r < n_ranks && is_elastic; ++r) segment_->rank(r).flight.generation_plus_one = 1;
 }
 
@@ -53,9 +55,10 @@ std::unique_ptr<Job> Job::next_generation(int n_ranks) const {
 
 std::uint32_t Job::generation() const noexcept { return segment_->header().generation; }
 
-void Job::end_generation(std::string_view why) noexcept {
+void Job::end_generation(std::string_view why, int rank) noexcept {
   SegmentHeader& header = segment_->header();
   base::copy_truncated(header.ending, why);
+  header.lost_rank_plus_one = rank + 1;
   header.is_over.store(true, std::memory_order_seq_cst);
   wake_sleepers();
 }
@@ -67,6 +70,10 @@ void Job::wake_sleepers() noexcept {
       if (at != 0) segment_->wake_at(at);
     }
   }
+}
+
+void Job::set_clock(std::int64_t word) noexcept {
+  segment_->header().job_clock.store(word, std::memory_order_release);
 }
 
 void Job::set_waiting(int n) noexcept {
@@ -117,6 +124,10 @@ bool Job::has_joined_rank() const noexcept {
   for (int r = 0; r < n_ranks_; ++r) {
     if (segment_->rank(r).pid.load(std::memory_order_relaxed) != 0) return true;
   }
+  return has_joined_other_engine();
+}
+
+bool Job::has_joined_other_engine() const noexcept {
   return segment_->header().has_joined_other_engine.load(std::memory_order_relaxed);
 }
 

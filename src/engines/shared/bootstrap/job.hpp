@@ -40,9 +40,13 @@ class Job {
   int n_ranks() const noexcept { return n_ranks_; }
   std::uint32_t generation() const noexcept;
   /// Ends the generation: its ranks' waits throw PeerLost, and those that sleep are woken. Once.
-  void end_generation(std::string_view why) noexcept;
+  /// `rank`: of the world, that was lost; -1: unknown, or more than one.
+  void end_generation(std::string_view why, int rank = -1) noexcept;
   /// Wakes threads that began to sleep while end_generation() looked for them.
   void wake_sleepers() noexcept;
+  /// For the ranks' clock, which is this process's own when the Job is made: see
+  /// base/job_clock.hpp.
+  void set_clock(std::int64_t word) noexcept;
   /// How many processes wait for the next generation, as its ranks see.
   void set_waiting(int n) noexcept;
   /// Whether the ranks have completed a step.
@@ -53,6 +57,8 @@ class Job {
   std::string ending_of(int rank) const;
   /// Whether any rank joined a world, over any engine.
   bool has_joined_rank() const noexcept;
+  /// Whether any rank joined one over an engine that does not use the segment.
+  bool has_joined_other_engine() const noexcept;
   /// Whether the rank has joined and left, without an exception.
   bool has_left(int rank) const noexcept;
   /// Whether the rank has done its part: see Elastic::finish.

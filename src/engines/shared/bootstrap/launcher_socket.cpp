@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -11,26 +13,44 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
 #include <new>
 #include <string>
+#include <utility>
 
 #include "base/fd_message.hpp"
+#include "base/patience.hpp"
 #include "base/text.hpp"
 
 namespace lockstep::shared {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = detail::JobClock;
 using std::chrono::milliseconds;
 
 constexpr std::uint64_t kNextWorld = 0x646c726f77747865ULL;
+constexpr std::uint64_t kAddresses = 0x7365737365726464ULL;
 
 struct Request {
   std::uint64_t request;
   std::uint64_t number;
   std::int64_t limit_ms;
   std::int64_t last_generation;
+  std::uint64_t world;
+  std::uint64_t n_bytes;  ///< of address
+  std::array<char, kMaxAddressBytes> address;
+};
+
+/// The memory of the addresses; n_ranks AddressEntry follow.
+struct AddressesHead {
+  std::uint32_t n_ranks;
+  std::uint32_t key;
+  std::int32_t n_cores;
+};
+struct AddressEntry {
+  std::uint64_t n_bytes;
+  std::array<char, kMaxAddressBytes> bytes;
 };
 
 /// With the descriptor of a segment, or why there is none. n_lost times Lost and n_joined ranks
@@ -91,73 +111,155 @@ LauncherSocket make_launcher_socket() {
   return {.launcher = base::UniqueFd(ends[0]), .rank = base::UniqueFd(ends[1])};
 }
 
-NextWorld request_next_world(int socket, int rank, std::int64_t last_generation, bool is_elastic,
-                             const Call& barrier) {
+namespace {
+
+/// What the launcher has answered.
+struct Answer {
+  LauncherReply head{};
+  std::vector<std::byte> bytes{};  ///< with the head
+  base::UniqueFd fd{};
+};
+
+/// Sends the request, whose number it sets, and waits for its answer, for `at_most`. `what`: is
+/// asked for. Throws what request_next_world throws.
+Answer ask(int socket, Request request, milliseconds at_most, std::string_view what, int rank,
+           const Call& barrier) {
   const ErrorContext context = context_of(barrier, rank);
   static std::atomic<std::uint64_t> n_requests{0};
-  const Request request{.request = kNextWorld,
-                        .number = ++n_requests,
-                        .limit_ms = barrier.timeout.count(),
-                        .last_generation = last_generation};
+  request.number = ++n_requests;
+  request.limit_ms = barrier.timeout.count();
   if (::send(socket, &request, sizeof request, MSG_NOSIGNAL) != sizeof request) {
     throw SystemError(
         context, errno,
-        fmt::format(
-            "cannot ask `lockstep run` for another world over descriptor {}, which this rank "
-            "inherited; close only descriptors that the program opened",
-            socket));
+        fmt::format("cannot ask `lockstep run` for {} over descriptor {}, which this rank "
+                    "inherited; close only descriptors that the program opened",
+                    what, socket));
   }
-  const auto end = Clock::now() + std::min<milliseconds>(
-                                      is_elastic ? milliseconds::max() : barrier.timeout, kYear);
-  std::vector<std::byte> bytes(kAnswerBytes);
-  NextWorld next;
+  const auto end = Clock::now() + std::min<milliseconds>(at_most, kYear);
+  Answer answer;
   ssize_t n = 0;
-  LauncherReply answer{};
   do {
     if (!wait_for_answer(socket, end)) {
       throw TimeoutError(
-          context, fmt::format("`lockstep run` gave this rank no other world within {:g} s; is it "
-                               "stopped?",
-                               std::chrono::duration<double>(barrier.timeout).count()));
+          context,
+          fmt::format("`lockstep run` did not answer this rank, which asked for {}, within {:g} s; "
+                      "is it stopped?",
+                      what, std::chrono::duration<double>(barrier.timeout).count()));
     }
-    next.segment.reset();
-    n = base::receive_with_fd(socket, bytes.data(), bytes.size(), next.segment);
-    answer = {};
-    if (n >= static_cast<ssize_t>(sizeof answer)) {
-      std::memcpy(&answer, bytes.data(), sizeof answer);
+    answer.fd.reset();
+    answer.bytes.resize(kAnswerBytes);
+    n = base::receive_with_fd(socket, answer.bytes.data(), answer.bytes.size(), answer.fd);
+    answer.head = {};
+    if (n >= static_cast<ssize_t>(sizeof answer.head)) {
+      std::memcpy(&answer.head, answer.bytes.data(), sizeof answer.head);
     }
     // An earlier request has ended by its limit before its answer came.
-  } while (answer.request == kNextWorld && answer.number != request.number);
-  if (answer.request != kNextWorld || answer.n_lost > kMostLost || answer.n_joined > kMostJoined ||
+  } while (answer.head.request == kNextWorld && answer.head.number != request.number);
+  const LauncherReply& head = answer.head;
+  if (head.request != kNextWorld || head.n_lost > kMostLost || head.n_joined > kMostJoined ||
       static_cast<std::size_t>(n) !=
-          sizeof answer + answer.n_lost * sizeof(Lost) + answer.n_joined * sizeof(std::int32_t)) {
+          sizeof head + head.n_lost * sizeof(Lost) + head.n_joined * sizeof(std::int32_t)) {
     throw PeerLost(context, "`lockstep run`, which started this rank, is gone");
   }
-  if (answer.is_refused != 0 && answer.error_number == 0) {
+  if (head.is_refused != 0 && head.error_number == ETIMEDOUT) {
+    throw TimeoutError(context, std::string(base::text_in(head.text)));
+  }
+  if (head.is_refused != 0 && head.error_number == EOWNERDEAD) {
+    ErrorContext of_rank = context;
+    if (head.rank >= 0) of_rank.peers = {head.rank};
+    throw PeerLost(std::move(of_rank), head.rank < 0 ? std::string(base::text_in(head.text))
+                                                     : fmt::format("rank {} is gone: {}", head.rank,
+                                                                   base::text_in(head.text)));
+  }
+  if (head.is_refused != 0 && head.error_number == 0) {
     throw EngineError(context,
-                      fmt::format("`lockstep run` ends the job: {}", base::text_in(answer.text)));
+                      fmt::format("`lockstep run` ends the job: {}", base::text_in(head.text)));
   }
-  if (answer.is_refused != 0) {
+  if (head.is_refused != 0) {
     throw SystemError(
-        context, answer.error_number,
-        fmt::format("`lockstep run` cannot make another world: {}", base::text_in(answer.text)));
+        context, head.error_number,
+        fmt::format("`lockstep run` cannot make {}: {}", what, base::text_in(head.text)));
   }
-  if (!next.segment) {
-    throw SystemError(
-        context, EMFILE,
-        "no descriptor is left for the shared memory of another world; raise the limit "
-        "on open files (ulimit -n)");
+  if (!answer.fd) {
+    throw SystemError(context, EMFILE,
+                      fmt::format("no descriptor is left for the shared memory of {}; raise the "
+                                  "limit on open files (ulimit -n)",
+                                  what));
   }
-  const std::byte* rest = bytes.data() + sizeof answer;
-  next.rank = answer.rank;
-  next.size = answer.size;
-  next.generation = answer.generation;
-  next.lost = read_list<Lost>(rest, answer.n_lost);
-  next.joined = read_list<std::int32_t>(rest, answer.n_joined);
+  return answer;
+}
+
+}  // namespace
+
+NextWorld request_next_world(int socket, int rank, std::int64_t last_generation, bool is_elastic,
+                             const Call& barrier) {
+  Request request{};
+  request.request = kNextWorld;
+  request.last_generation = last_generation;
+  Answer answer = ask(socket, request, is_elastic ? milliseconds::max() : barrier.timeout,
+                      "another world", rank, barrier);
+  NextWorld next;
+  next.segment = std::move(answer.fd);
+  const std::byte* rest = answer.bytes.data() + sizeof answer.head;
+  next.rank = answer.head.rank;
+  next.size = answer.head.size;
+  next.generation = answer.head.generation;
+  next.lost = read_list<Lost>(rest, answer.head.n_lost);
+  next.joined = read_list<std::int32_t>(rest, answer.head.n_joined);
   return next;
 }
 
-LauncherRequest receive_request(int socket) noexcept {
+Addresses exchange_addresses(int socket, int rank, int size, std::uint64_t world,
+                             const std::string& own, const Call& barrier) {
+  Request request{};
+  request.request = kAddresses;
+  request.world = world;
+  request.n_bytes = std::min(own.size(), request.address.size());
+  own.copy(request.address.data(), request.address.size());
+  // The launcher reports at the limit which ranks have not asked.
+  const Answer answer = ask(socket, request, barrier.timeout + base::patience::kLeadersReport,
+                            "addresses of the other ranks", rank, barrier);
+  AddressesHead head{};
+  std::vector<AddressEntry> entries(static_cast<std::size_t>(size));
+  const auto n_bytes = static_cast<ssize_t>(entries.size() * sizeof(AddressEntry));
+  if (::pread(answer.fd.get(), &head, sizeof head, 0) != sizeof head ||
+      head.n_ranks != entries.size() ||
+      ::pread(answer.fd.get(), entries.data(), static_cast<std::size_t>(n_bytes), sizeof head) !=
+          n_bytes) {
+    throw EngineError(
+        context_of(barrier, rank),
+        fmt::format("`lockstep run` gave the addresses of {} ranks, but WORLD_SIZE is "
+                    "{}; do not change the variables it sets",
+                    head.n_ranks, size));
+  }
+  Addresses all{.n_cores = head.n_cores, .key = head.key};
+  for (const AddressEntry& entry : entries) {
+    all.by_rank.emplace_back(entry.bytes.data(),
+                             std::min<std::size_t>(entry.n_bytes, kMaxAddressBytes));
+  }
+  return all;
+}
+
+base::UniqueFd make_memory_of(const Addresses& addresses) {
+  std::vector<AddressEntry> entries(addresses.by_rank.size());
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const std::string& address = addresses.by_rank[i];
+    entries[i].n_bytes = std::min(address.size(), kMaxAddressBytes);
+    address.copy(entries[i].bytes.data(), kMaxAddressBytes);
+  }
+  const AddressesHead head{.n_ranks = static_cast<std::uint32_t>(entries.size()),
+                           .key = addresses.key,
+                           .n_cores = addresses.n_cores};
+  base::UniqueFd memory(::memfd_create("lockstep addresses", MFD_CLOEXEC));
+  const auto n_bytes = static_cast<ssize_t>(entries.size() * sizeof(AddressEntry));
+  if (!memory || ::write(memory.get(), &head, sizeof head) != sizeof head ||
+      ::write(memory.get(), entries.data(), static_cast<std::size_t>(n_bytes)) != n_bytes) {
+    throw SystemError({.operation = "lockstep run"}, errno, "cannot keep the ranks' addresses");
+  }
+  return memory;
+}
+
+LauncherRequest receive_request(int socket) {
   using Kind = LauncherRequest::Kind;
   LauncherRequest newest{.kind = Kind::none};
   while (true) {
@@ -166,11 +268,15 @@ LauncherRequest receive_request(int socket) noexcept {
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return newest;
     if (n <= 0) return {.kind = Kind::closed};
-    if (n != sizeof request || request.request != kNextWorld) continue;
-    newest = {.kind = Kind::next_world,
+    const bool is_next = request.request == kNextWorld;
+    if (n != sizeof request || (!is_next && request.request != kAddresses)) continue;
+    newest = {.kind = is_next ? Kind::next_world : Kind::addresses,
               .number = request.number,
               .limit = milliseconds(request.limit_ms),
-              .last_generation = request.last_generation};
+              .last_generation = request.last_generation,
+              .world = request.world,
+              .address = {request.address.data(),
+                          std::min<std::size_t>(request.n_bytes, kMaxAddressBytes)}};
   }
 }
 
@@ -195,8 +301,17 @@ void answer(int socket, std::uint64_t number, int segment, const NextWorld& next
   refuse(socket, number, ENOMEM, "no memory for the answer");
 }
 
-void refuse(int socket, std::uint64_t number, int error_number, std::string_view text) noexcept {
+void answer_addresses(int socket, std::uint64_t number, int memory) noexcept {
   LauncherReply given{};
+  given.request = kNextWorld;
+  given.number = number;
+  base::send_with_fd(socket, &given, sizeof given, memory);
+}
+
+void refuse(int socket, std::uint64_t number, int error_number, std::string_view text,
+            int rank) noexcept {
+  LauncherReply given{};
+  given.rank = rank;
   given.request = kNextWorld;
   given.number = number;
   given.is_refused = 1;

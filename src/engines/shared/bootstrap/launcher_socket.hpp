@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <lockstep/engine.hpp>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -18,6 +19,9 @@
 /// again, and the launcher answers its newest request. Only the rank's own process sends requests:
 /// programs that it starts do not inherit the socket, and a fork of it finds the rank already taken
 /// in the segment.
+///
+/// The ranks of a world of several hosts tell each other their addresses the same way: each gives
+/// its own, the launchers send them to each other, and each rank gets all, when all have asked.
 namespace lockstep::shared {
 
 /// Two ends; both are closed on exec. Throws SystemError.
@@ -53,21 +57,44 @@ struct NextWorld {
 NextWorld request_next_world(int socket, int rank, std::int64_t last_generation, bool is_elastic,
                              const Call& barrier);
 
+/// What a rank tells the others of its world: text, of which only the ranks know the meaning.
+inline constexpr std::size_t kMaxAddressBytes = 1056;
+
+/// What all ranks of a world have told each other.
+struct Addresses {
+  std::vector<std::string> by_rank{};
+  int n_cores = 1;        ///< that the ranks of this host may use together
+  std::uint32_t key = 0;  ///< the same on all ranks of the job, and hardly on those of another
+};
+/// Waits for all ranks of this rank's world. Throws TimeoutError naming those that do not ask, and
+/// what request_next_world throws. `world`: how often this process has asked before.
+Addresses exchange_addresses(int socket, int rank, int size, std::uint64_t world,
+                             const std::string& own, const Call& barrier);
+
 // --- the launcher's side
 
 struct LauncherRequest {
-  enum class Kind : std::uint8_t { none, next_world, closed };
+  enum class Kind : std::uint8_t { none, next_world, addresses, closed };
   Kind kind;
   std::uint64_t number = 0;
   std::chrono::milliseconds limit{};  ///< of the rank
   std::int64_t last_generation = -1;
+  std::uint64_t world = 0;  ///< of addresses
+  std::string address{};    ///< the same
 };
 
 /// The newest that has come. Does not wait. closed: the rank and its forks have closed their end.
-LauncherRequest receive_request(int socket) noexcept;
-/// Both drop the reply if the rank is gone. `number`: of the request. `segment`: of next.
+LauncherRequest receive_request(int socket);
+/// These drop the reply if the rank is gone. `number`: of the request. `segment`: of next.
 void answer(int socket, std::uint64_t number, int segment, const NextWorld& next) noexcept;
-/// error_number 0: the job ends, and `text` says why.
-void refuse(int socket, std::uint64_t number, int error_number, std::string_view text) noexcept;
+/// `memory`: of make_memory_of.
+void answer_addresses(int socket, std::uint64_t number, int memory) noexcept;
+/// Throws SystemError.
+base::UniqueFd make_memory_of(const Addresses& addresses);
+/// error_number 0: the job ends, and `text` says why. EOWNERDEAD: the loss of `rank` ended the
+/// world before it formed (-1: unknown). ETIMEDOUT: `text` says what did not happen within the
+/// limit.
+void refuse(int socket, std::uint64_t number, int error_number, std::string_view text,
+            int rank = -1) noexcept;
 
 }  // namespace lockstep::shared

@@ -13,6 +13,7 @@
 
 #include "base/exception.hpp"
 #include "base/number.hpp"
+#include "base/text.hpp"
 #include "engines/shared/algorithms/shared_engine.hpp"
 #include "engines/shared/bootstrap/bootstrap.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
@@ -106,6 +107,10 @@ pid_t owner_of_socket() {
 
 }  // namespace
 
+int launcher_socket(std::string_view variable) {
+  return owner_of_socket() == ::getpid() ? parse_inherited(variable).launcher : -1;
+}
+
 CurrentWorld current_world(std::string_view variable, int rank, std::int64_t last_generation,
                            const Call& barrier) {
   CurrentWorld current{.segment = inherit_world(variable), .next = {}};
@@ -166,11 +171,17 @@ bool Elastic::is_over() const noexcept {
   return segment_->header().is_over.load(std::memory_order_acquire);
 }
 
+std::string Elastic::ending() const {
+  return std::string(base::text_in(segment_->header().ending));
+}
+
+int Elastic::lost_rank() const noexcept { return segment_->header().lost_rank_plus_one - 1; }
+
 void Elastic::check(const ErrorContext& context) const {
   if (is_over()) throw PeerLost(context, why_over(segment_->header()));
 }
 
-bool Elastic::replacements_wait() const noexcept {
+bool Elastic::has_waiting_replacements() const noexcept {
   return segment_->header().n_waiting.load(std::memory_order_relaxed) > 0;
 }
 

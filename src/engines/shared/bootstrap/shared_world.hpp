@@ -25,6 +25,10 @@ std::shared_ptr<Segment> inherit_world(std::string_view variable);
 /// inherit_world.
 bool is_elastic(std::string_view variable);
 
+/// The socket to the launcher that the variable names; -1: none, or this process is a fork of the
+/// rank. Throws UsageError.
+int launcher_socket(std::string_view variable);
+
 /// The world that this process joins now, and as which rank.
 struct CurrentWorld {
   std::shared_ptr<Segment> segment;
@@ -51,17 +55,20 @@ std::unique_ptr<HostEngine> bootstrap_world(
     const std::optional<std::string>& tune = {},
     const std::function<void()>& while_waiting = [] {});
 
-/// What a rank and its launcher tell each other of one generation of an elastic world. Threads:
-/// any.
+/// What a rank and its launcher tell each other of one generation of an elastic world; of any other
+/// world, whether the launcher has ended it. Threads: any.
 class Elastic {
  public:
   Elastic(std::shared_ptr<Segment> segment, int rank) : segment_(std::move(segment)), rank_(rank) {}
   /// Whether the launcher has ended the generation.
   bool is_over() const noexcept;
+  /// Why it has, and the rank of the world whose loss was the reason; -1: unknown.
+  std::string ending() const;
+  int lost_rank() const noexcept;
   /// Throws PeerLost if it has, for a wait that is not one of the world's engine.
   void check(const ErrorContext& context) const;
   /// Whether processes wait for the next one.
-  bool replacements_wait() const noexcept;
+  bool has_waiting_replacements() const noexcept;
   /// Tells the launcher that this rank has completed a step.
   void step_done() const noexcept;
   /// Whether an earlier generation has completed a step: a rank without its result lacks the state.

@@ -146,7 +146,7 @@ std::size_t Channel::back(const Call& call, std::byte* first, std::size_t n_piec
 }
 
 void Channel::choose_waiting() {
-  // More members than ranks of the world: each rank is several, see SharedEngine::divide.
+  // More members than ranks of the world: each rank is several, see NativeEngine::divide.
   waiter_ = Waiter(membership_->wait_policy(std::max(membership_->segment().n_ranks(), size())));
   sleepers_fence_ = !waiter_.is_oversubscribed() && membership_->all_receive_fences();
 }

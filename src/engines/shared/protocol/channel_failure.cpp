@@ -26,7 +26,7 @@ using internal::reduce_of;
 using internal::root_of;
 using Kind = Failure::Kind;
 using std::chrono::milliseconds;
-using std::chrono::steady_clock;
+using Clock = detail::JobClock;
 
 }  // namespace
 
@@ -93,9 +93,9 @@ void Channel::wait_for_peers_to_leave() const noexcept {
 
 void Channel::throw_failure(const Call& call) {
   FailureRecord& failure = header_->failure;
-  const auto give_up = steady_clock::now() + base::patience::kReport;
+  const auto give_up = Clock::now() + base::patience::kReport;
   while (failure.state.load(std::memory_order_acquire) != FailureState::ready) {
-    if (steady_clock::now() > give_up) {
+    if (Clock::now() > give_up) {
       throw PeerLost(context_of(call, rank_),
                      "a rank died or was stopped while it recorded why the group failed");
     }
@@ -158,8 +158,8 @@ std::vector<std::string> Channel::refused_by(int rank, std::uint32_t n) const {
 }
 
 void Channel::fail_mismatch(const Call& call) {
-  const auto give_up = steady_clock::now() + std::min(base::patience::kReport, call.timeout);
-  while (!absent(kAllRanks).empty() && steady_clock::now() < give_up && !has_failed()) {
+  const auto give_up = Clock::now() + std::min(base::patience::kReport, call.timeout);
+  while (!absent(kAllRanks).empty() && Clock::now() < give_up && !has_failed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
   if (has_failed()) throw_failure(call);

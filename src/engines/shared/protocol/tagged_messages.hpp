@@ -87,7 +87,7 @@ class TaggedMessages {
 
  private:
   class Lock;
-  using Clock = std::chrono::steady_clock;
+  using Clock = detail::JobClock;
 
   /// Of the messages to `peer` of a send, or to this rank.
   Mailbox& mailbox_of(bool is_send, int peer) const noexcept {

@@ -66,6 +66,14 @@ bool take_rank(RankBlock& block) noexcept {
   return true;
 }
 
+void claim_rank(RankBlock& block, int rank) {
+  if (take_rank(block)) return;
+  throw UsageError({.operation = "init_dist"},
+                   fmt::format("rank {} is taken by process {}; each rank joins once, and a "
+                               "program started by a rank is not a rank (unset LOCKSTEP_SEGMENT)",
+                               rank, block.pid.load(std::memory_order_relaxed)));
+}
+
 bool has_left(const RankBlock& block) noexcept {
   const RankState state = block.state.load(std::memory_order_relaxed);
   return block.pid.load(std::memory_order_relaxed) == ::getpid() &&
@@ -93,12 +101,7 @@ void mark_ended(Segment& segment, int world_rank, std::string_view failure) noex
 Membership::Membership(std::shared_ptr<Segment> segment, int world_rank)
     : segment_(std::move(segment)), world_rank_(world_rank), pid_(::getpid()) {
   RankBlock& mine = block(world_rank_);
-  if (!take_rank(mine)) {
-    throw UsageError({.operation = "init_dist"},
-                     fmt::format("rank {} is taken by process {}; each rank joins once, and a "
-                                 "program started by a rank is not a rank (unset LOCKSTEP_SEGMENT)",
-                                 world_rank_, mine.pid.load(std::memory_order_relaxed)));
-  }
+  claim_rank(mine, world_rank_);
   mine.cpu_quota.store(base::cpu_quota(), std::memory_order_relaxed);
   const base::CpuMask mask = base::allowed_cpus();
   for (std::size_t i = 0; i < mask.size(); ++i) {

@@ -56,6 +56,8 @@ std::optional<bool> is_pid_of(std::uint64_t here, const RankBlock& rank) noexcep
 /// Claims the block of a rank that has not joined for this process, and writes the process's
 /// identity there. Returns false if the rank has joined, or another process has claimed the block.
 bool take_rank(RankBlock& block) noexcept;
+/// The same; throws UsageError if another process has taken it.
+void claim_rank(RankBlock& block, int rank);
 
 /// Whether this process was the rank and has left, or failed to join.
 bool has_left(const RankBlock& block) noexcept;

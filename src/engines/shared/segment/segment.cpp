@@ -11,6 +11,7 @@
 #include <lockstep/error.hpp>
 
 #include "base/file_limit.hpp"
+#include "base/job_clock.hpp"
 #include "base/memory.hpp"
 #include "base/text.hpp"
 #include "base/version.hpp"
@@ -182,6 +183,9 @@ std::shared_ptr<Segment> Segment::attach(base::UniqueFd fd, std::uint64_t nonce)
   std::shared_ptr<Segment> segment(new Segment);
   try {
     segment->open(std::move(fd), PROT_READ | PROT_WRITE, nonce);
+    if (segment->header_->has_launcher) {
+      base::follow_job_clock(segment->fd(), offsetof(SegmentHeader, job_clock));
+    }
   } catch (const Rejected& rejected) {
     throw UsageError({.operation = "init_dist"},
                      "LOCKSTEP_SEGMENT does not name this job's segment: " + rejected.why +

@@ -25,7 +25,8 @@ class Segment {
   /// For processes: a sealed memfd.
   static std::shared_ptr<Segment> for_processes(int n_ranks);
   /// Maps the segment of `fd` and takes ownership of `fd`, also when it throws. Throws UsageError
-  /// if the segment belongs to another job or another version of the library.
+  /// if the segment belongs to another job or another version of the library. From then on this
+  /// process follows the clock of its launcher, if it has one.
   static std::shared_ptr<Segment> attach(base::UniqueFd fd, std::uint64_t nonce);
 
   /// Maps the base of any job's segment read-only. Throws UsageError if `fd` is not a segment, or

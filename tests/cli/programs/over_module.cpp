@@ -1,8 +1,8 @@
-// A rank of MpiTest: makes the fault that its first argument names, over the mpi engine or the one
-// that a third argument names, and says how its own calls ended in a file of its own, in the folder
-// of the second argument: mpirun may lose what a rank prints just before it fails. mpirun also ends
-// all ranks when the first fails, so each waits until all have left their file.
-// "long" is no fault: messages past 2^31 bytes.
+// A rank of ModuleTest: makes the fault that its first argument names, over the engine that
+// LOCKSTEP_TEST_BACKEND or a third argument names, and says how its own calls ended in a file of
+// its own, in the folder of the second argument: mpirun may lose what a rank prints just before it
+// fails. mpirun also ends all ranks when the first fails, so each waits until all have left their
+// file. "long" is no fault: messages past 2^31 bytes.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <initializer_list>
 #include <lockstep/lockstep.hpp>
 #include <span>
 #include <stdexcept>
@@ -23,6 +24,9 @@
 #include <vector>
 
 #include "engines/mpi/abi.hpp"
+#include "engines/shared/bootstrap/launcher_socket.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/ucx/ucx_abi.hpp"
 #include "support/waiting.hpp"
 
 namespace {
@@ -48,11 +52,15 @@ void say(const std::string& folder, int rank, const std::string& text) {
   std::filesystem::rename(path + ".part", path + ".said");
 }
 
-/// What the launcher says: Open MPI's variable, or else MPICH's.
-int number_of(const char* open_mpi, const char* mpich) {
-  const char* const number = std::getenv(open_mpi);
-  return std::atoi(number != nullptr ? number : std::getenv(mpich));
+/// What the launcher says: by the first of these variables that is set.
+int number_of(std::initializer_list<const char*> variables) {
+  for (const char* const variable : variables) {
+    if (const char* const number = std::getenv(variable)) return std::atoi(number);
+  }
+  return 0;
 }
+int rank_by_launcher() { return number_of({"OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK"}); }
+int size_by_launcher() { return number_of({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"}); }
 
 /// More bytes in one message than MPI's int counts.
 constexpr std::size_t kLong = (std::size_t{1} << 31) + 5;
@@ -103,23 +111,59 @@ void require(bool holds, const char* text) {
 
 /// The module itself, and its group of all ranks.
 struct Started {
-  const LockstepMpi& mpi;
+  const LockstepTransport& module;
   int rank = 0;
   void* group = nullptr;
 };
 
-Started start_module() {
-  void* const library = ::dlopen(std::getenv("LOCKSTEP_MPI"), RTLD_NOW | RTLD_GLOBAL);
+template <class Module>
+const Module& load(const char* variable, const char* symbol) {
+  void* const library = ::dlopen(std::getenv(variable), RTLD_NOW | RTLD_GLOBAL);
   require(library != nullptr, "cannot load the module");
-  const auto entry =
-      reinterpret_cast<const LockstepMpi* (*)()>(::dlsym(library, kLockstepMpiSymbol));
-  Started started{*entry()};
+  return *reinterpret_cast<const Module* (*)()>(::dlsym(library, symbol))();
+}
+
+Started start_mpi() {
+  const auto& mpi = load<LockstepMpi>("LOCKSTEP_MPI", kLockstepMpiSymbol);
+  Started started{mpi.transport};
   int n_ranks = 0;
   std::int32_t last_number = 0;
-  require(started.mpi.start(&started.rank, &n_ranks) == 0 &&
-              started.mpi.world(/*number=*/1, &started.group, &last_number) == 0,
+  require(mpi.start(&started.rank, &n_ranks) == 0 &&
+              mpi.world(/*number=*/1, &started.group, &last_number) == 0,
           "cannot start MPI");
   return started;
+}
+
+Started start_ucx() {
+  const auto& ucx = load<LockstepUcx>("LOCKSTEP_UCX", kLockstepUcxSymbol);
+  require(ucx.start("^sm,self") == 0, "cannot start UCX");
+  Started started{ucx.transport, rank_by_launcher()};
+  std::array<void*, 2> workers{};
+  std::array<LockstepUcxAddress, 2> own{};
+  for (const std::size_t i : {0U, 1U}) {
+    require(ucx.open(&workers[i]) == 0 && ucx.address(workers[i], &own[i]) == 0,
+            "cannot start UCX");
+  }
+  const int size = size_by_launcher();
+  lockstep::Call barrier;
+  barrier.timeout = std::chrono::seconds(30);
+  const auto all = lockstep::shared::exchange_addresses(
+      lockstep::shared::launcher_socket(std::getenv("LOCKSTEP_SEGMENT")), started.rank, size,
+      /*world=*/0, std::string(reinterpret_cast<const char*>(own.data()), sizeof own), barrier);
+  std::array<std::vector<LockstepUcxAddress>, 2> addresses;
+  for (const std::string& bytes : all.by_rank) {
+    std::array<LockstepUcxAddress, 2> given{};
+    bytes.copy(reinterpret_cast<char*>(given.data()), sizeof given);
+    for (const std::size_t i : {0U, 1U}) addresses[i].push_back(given[i]);
+  }
+  require(ucx.world(workers[0], workers[1], addresses[0].data(), addresses[1].data(),
+                    all.by_rank.size(), started.rank, all.key, /*number=*/1, &started.group) == 0,
+          "cannot make the group");
+  return started;
+}
+
+Started start_module() {
+  return std::getenv("LOCKSTEP_UCX") != nullptr ? start_ucx() : start_mpi();
 }
 
 /// On the module itself: rank 0 ends an exchange before rank 1 sends what it was to receive, in two
@@ -127,7 +171,7 @@ Started start_module() {
 /// that of the next.
 void end_an_exchange_of_receives() {
   const Started started = start_module();
-  const LockstepMpi& mpi = started.mpi;
+  const LockstepTransport& module = started.module;
   const int rank = started.rank, peer = 1 - rank;
 
   constexpr std::size_t kShort = 1000;
@@ -139,24 +183,27 @@ void end_an_exchange_of_receives() {
   };
   const auto begin = [&](const std::array<Message, 2>& messages) {
     void* exchange = nullptr;
-    require(mpi.begin(started.group, messages.data(), messages.size(), &exchange) == 0,
+    require(module.begin(started.group, messages.data(), messages.size(), &exchange) == 0,
             "begin failed");
     return exchange;
   };
   const auto is_done = [&](void* exchange) {
     std::int32_t done = 0;
-    require(mpi.test(exchange, 1, &done) == 0, "test failed");
+    std::array<char, 256> text{};
+    const int code = module.test(exchange, 1, &done);
+    if (code != 0) module.error_text(code, text.data(), text.size());
+    require(code == 0, text.data());
     return done != 0;
   };
   const char message = '!';
   const auto send_control = [&] {
-    require(mpi.send_control(started.group, peer, &message, 1) == 0, "send_control failed");
+    require(module.send_control(started.group, peer, &message, 1) == 0, "send_control failed");
   };
   const auto receive_control = [&] {
     require(lockstep::test::wait_until([&] {
               char received = 0;
               std::int32_t has_arrived = 0;
-              require(mpi.poll_control(started.group, &received, 1, &has_arrived) == 0,
+              require(module.poll_control(started.group, &received, 1, &has_arrived) == 0,
                       "poll_control failed");
               return has_arrived != 0;
             }),
@@ -175,7 +222,7 @@ void end_an_exchange_of_receives() {
   const auto ended = exchange_of(Message::Direction::receive, data);
   void* const exchange = begin(ended);
   require(!is_done(exchange), "received a message that was never sent");
-  mpi.finish(exchange);
+  module.finish(exchange);
   send_control();
   receive_control();
   std::vector<std::uint8_t> later(data.size());
@@ -195,7 +242,7 @@ void end_an_exchange_of_receives() {
 void end_an_exchange_in_the_middle(const std::string& folder) {
   enum Said { kHasBegun, kHasEnded, kHasGoneOn, kHasLooked, kIsAlone };
   const Started started = start_module();
-  const LockstepMpi& mpi = started.mpi;
+  const LockstepTransport& module = started.module;
   const int rank = started.rank;
   constexpr std::uint8_t kUntouched = 7, kSent = 9;
   std::vector<std::uint8_t> data(std::size_t{256} << 20, rank == 0 ? kUntouched : kSent);
@@ -203,10 +250,10 @@ void end_an_exchange_in_the_middle(const std::string& folder) {
                         1 - rank, data.data(), data.size()};
   void* exchange = nullptr;
   std::int32_t done = 0;
-  require(mpi.begin(started.group, &message, 1, &exchange) == 0, "begin failed");
+  require(module.begin(started.group, &message, 1, &exchange) == 0, "begin failed");
   const auto test_until = [&](const std::function<bool()>& condition) {
     lockstep::test::wait_until(
-        [&] { return mpi.test(exchange, 1, &done) != 0 || done != 0 || condition(); },
+        [&] { return module.test(exchange, 1, &done) != 0 || done != 0 || condition(); },
         std::chrono::seconds(30));
   };
   if (rank == 1) {
@@ -222,7 +269,7 @@ void end_an_exchange_in_the_middle(const std::string& folder) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
   test_until([&] { return std::chrono::steady_clock::now() > end; });
   require(done == 0, "the message came although its sender has stopped");
-  mpi.finish(exchange);
+  module.finish(exchange);
   const std::vector<std::uint8_t> before = data;
   require(before.front() == kSent && before.back() == kUntouched, "it is not in the middle");
   say(folder, kHasEnded, "rank 0");
@@ -231,17 +278,19 @@ void end_an_exchange_in_the_middle(const std::string& folder) {
       [&] {
         char control = 0;
         std::int32_t has_arrived = 0;
-        code = mpi.poll_control(started.group, &control, 1, &has_arrived);
+        code = module.poll_control(started.group, &control, 1, &has_arrived);
         return n_said(folder) > kHasGoneOn;
       },
       std::chrono::seconds(30));
   say(folder, kHasLooked, "rank 0");
   require(data == before, "a receive of an exchange that has ended wrote its memory");
   std::array<char, 256> text{};
-  mpi.error_text(code, text.data(), text.size());
-  require(
-      code != 0 && std::string(text.data()).find("in the middle of a message") != std::string::npos,
-      "MPI is still called");
+  module.error_text(code, text.data(), text.size());
+  // MPI must not be called any more; UCX has workers.
+  require((std::getenv("LOCKSTEP_UCX") != nullptr) ||
+              (code != 0 &&
+               std::string(text.data()).find("in the middle of a message") != std::string::npos),
+          "MPI is still called");
   say(folder, kIsAlone, "left the memory alone");
 }
 
@@ -338,8 +387,8 @@ int finalize_mpi() {
 
 int main(int argc, char** argv) {
   const std::string fault = argv[1];
-  const std::string backend = argc > 3 ? argv[3] : "mpi";
-  int rank = number_of("OMPI_COMM_WORLD_RANK", "PMI_RANK");
+  const std::string backend = argc > 3 ? argv[3] : std::getenv("LOCKSTEP_TEST_BACKEND");
+  int rank = rank_by_launcher();
   try {
     if (fault == "cancelled") {
       end_an_exchange_of_receives();
@@ -358,17 +407,46 @@ int main(int argc, char** argv) {
     }
     if (fault == "levels" && rank == 1) ::setenv("LOCKSTEP_CHECK", "off", 1);
     if (fault == "trace" && rank == 1) ::setenv("LOCKSTEP_TRACE", "/proc", 1);
+    if (fault == "retry" && rank == 1) wait_until_said(argv[2], 1);
+    if (fault == "retry" && rank == 0) {
+      try {
+        lockstep::init_dist({.backend = backend, .timeout = std::chrono::seconds(1)});
+        throw std::runtime_error("no TimeoutError");
+      } catch (const lockstep::TimeoutError& error) {
+        say(argv[2], rank, error.what());
+      }
+    }
     lockstep::init_dist({.backend = backend});
     rank = lockstep::get_rank();
     lockstep::barrier();
+    if (fault == "last_messages") {
+      std::array<int, 2> data{};
+      for (int i = 0; i < 10; ++i) {
+        data.fill(i);
+        if (rank == 0) lockstep::send(data, /*dst=*/1);
+      }
+      if (rank == 0) {
+        lockstep::destroy_dist();
+        say(argv[2], rank, "left");
+        return 0;
+      }
+      wait_until_said(argv[2], 1);
+      for (int i = 0; i < 10; ++i) {
+        lockstep::recv(data, /*src=*/0);
+        require(data.back() == i, "a wrong message");
+      }
+      lockstep::destroy_dist();
+      return 0;
+    }
     if (fault == "long") send_long_messages(rank);
     if (fault == "groups") {  // MPICH has 2,048 communicators
       std::vector<lockstep::Group> groups;
-      for (int i = 0; i < 2500; ++i) {
+      const int n_groups = backend == "ucx" ? 150 : 2500;  // of UCX each has descriptors
+      for (int i = 0; i < n_groups; ++i) {
         groups.push_back(lockstep::default_group().split(0, i % 2 == 0 ? rank : -rank));
       }
       // Two at once, which the ranks begin in another order: their messages must not be confused.
-      for (int i = 0; i < 2500; i += 2) {
+      for (int i = 0; i < n_groups; i += 2) {
         std::array<std::array<int, 2000>, 2> data{};
         std::array<lockstep::Work, 2> works;
         for (const int turn : {0, 1}) {
@@ -457,7 +535,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
     if (argc > 2) {
       say(argv[2], rank, error.what());
-      wait_until_said(argv[2], number_of("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"));
+      wait_until_said(argv[2], size_by_launcher());
     }
     return 1;
   }

@@ -1,9 +1,9 @@
 #include <fmt/format.h>
 
 #include <exception>
-#include <lockstep/control.hpp>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
+#include <lockstep/main_process.hpp>
 #include <string>
 
 #include "base/exception.hpp"

@@ -17,15 +17,15 @@ namespace {
 
 using std::chrono::milliseconds;
 
-class ControlTest : public ::testing::TestWithParam<Setting> {
+class MainProcessTest : public ::testing::TestWithParam<Setting> {
  protected:
   void run(const std::function<void()>& body) { run_as(GetParam(), body); }
 };
 
-INSTANTIATE_TEST_SUITE_P(Ranks, ControlTest, ::testing::ValuesIn(few_ranks()),
+INSTANTIATE_TEST_SUITE_P(Ranks, MainProcessTest, ::testing::ValuesIn(few_ranks()),
                          [](const auto& test) { return name_of(test.param); });
 
-TEST_P(ControlTest, master_only_runs_on_rank_0) {
+TEST_P(MainProcessTest, master_only_runs_on_rank_0) {
   run([] {
     auto twice = master_only([](int value) { return 2 * value; });
     EXPECT_EQ(twice(21), get_rank() == 0 ? std::optional(42) : std::nullopt);
@@ -49,7 +49,7 @@ std::vector<std::vector<std::int64_t>> times_of(std::int64_t mine) {
 
 std::int64_t now() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
-TEST_P(ControlTest, main_process_runs_first) {
+TEST_P(MainProcessTest, main_process_runs_first) {
   const SharedCount n_others;
   run([&] {
     const auto tids = all_gather(std::array{static_cast<std::int64_t>(::gettid())});
@@ -75,7 +75,7 @@ TEST_P(ControlTest, main_process_runs_first) {
   });
 }
 
-TEST_P(ControlTest, rank_0_throws_inside) {
+TEST_P(MainProcessTest, rank_0_throws_inside) {
   run([] {
     const auto work = [] {
       if (get_rank() == 0) throw std::logic_error("no disk");
@@ -86,14 +86,14 @@ TEST_P(ControlTest, rank_0_throws_inside) {
     } else {
       const auto refused = thrown<PeerFailed>([&] { main_process_first(work); });
       expect_contains(refused, "main_process_first on group 'world'");
-      expect_contains(refused, "control_test.cpp");
+      expect_contains(refused, "main_process_test.cpp");
       expect_contains(refused, "rank 0 failed inside: no disk");
     }
     EXPECT_EQ(all_reduce_value(1), get_world_size());  // the group stays usable
   });
 }
 
-TEST_P(ControlTest, another_rank_throws_inside) {
+TEST_P(MainProcessTest, another_rank_throws_inside) {
   run([] {
     const int last = get_world_size() - 1;
     const auto work = [last] {
@@ -108,7 +108,7 @@ TEST_P(ControlTest, another_rank_throws_inside) {
   });
 }
 
-TEST_P(ControlTest, collectives_inside_are_rejected) {
+TEST_P(MainProcessTest, collectives_inside_are_rejected) {
   run([] {
     const Group group = default_group();
     const Group other = group.duplicate();
@@ -129,7 +129,7 @@ TEST_P(ControlTest, collectives_inside_are_rejected) {
   });
 }
 
-TEST_P(ControlTest, the_last_handle_of_the_group_may_be_destroyed_inside) {
+TEST_P(MainProcessTest, the_last_handle_of_the_group_may_be_destroyed_inside) {
   run([] {
     Group group = default_group().duplicate();
     int n_runs = 0;
@@ -143,7 +143,7 @@ TEST_P(ControlTest, the_last_handle_of_the_group_may_be_destroyed_inside) {
   });
 }
 
-TEST_P(ControlTest, nesting_is_rejected) {
+TEST_P(MainProcessTest, nesting_is_rejected) {
   run([] {
     const Group other = default_group().duplicate();
     main_process_first([&other] {
@@ -160,7 +160,7 @@ TEST_P(ControlTest, nesting_is_rejected) {
   });
 }
 
-TEST_P(ControlTest, the_hold_ends_with_an_exception) {
+TEST_P(MainProcessTest, the_hold_ends_with_an_exception) {
   run([] {
     EXPECT_ANY_THROW(main_process_first([] { throw 1; }));
     barrier();

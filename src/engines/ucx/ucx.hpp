@@ -1,0 +1,28 @@
+#pragma once
+
+#include <lockstep/engine.hpp>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "group/world.hpp"
+
+namespace lockstep::ucx {
+
+struct Module {
+  std::string path;    ///< empty if there is none
+  std::string reason;  ///< why not
+};
+
+/// `named`: Env::ucx. Only checks that the file exists.
+Module find_module(const std::optional<std::string>& named);
+
+/// The engine over UCX between the ranks of `lockstep run`, which tells each the addresses of the
+/// others. Throws EngineError with UCX's or the loader's text, UsageError, TimeoutError naming the
+/// ranks that do not join.
+///
+/// A connection that breaks says nothing about its peer. Whether a rank is lost is known to the
+/// launchers: they say so in this host's segment, at which every wait looks.
+std::unique_ptr<Engine> join(internal::World& world, const Call& barrier);
+
+}  // namespace lockstep::ucx

@@ -1,0 +1,142 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdint>
+#include <lockstep/error.hpp>
+#include <map>
+#include <new>
+#include <optional>
+#include <utility>
+
+#include "base/cpus.hpp"
+#include "engines/shared/bootstrap/launcher_socket.hpp"
+#include "run/attempt.hpp"
+#include "run/describe.hpp"
+
+// What the ranks ask of their launcher: the next world, and the addresses of all ranks.
+namespace lockstep::run {
+namespace {
+
+constexpr std::chrono::milliseconds kYear = std::chrono::hours(24 * 365);
+
+std::optional<std::int64_t> last_generation_of(const shared::LauncherRequest& request) {
+  if (request.last_generation < 0) return std::nullopt;
+  return request.last_generation;
+}
+
+}  // namespace
+
+void Attempt::serve(int place) {
+  Place& asking = at(place);
+  base::UniqueFd& socket = asking.socket;
+  const shared::LauncherRequest question = shared::receive_request(socket.get());
+  switch (question.kind) {
+    case shared::LauncherRequest::Kind::none: return;
+    case shared::LauncherRequest::Kind::closed: socket.reset(); return;
+    case shared::LauncherRequest::Kind::next_world: break;
+    case shared::LauncherRequest::Kind::addresses:
+      if (phase_ != Phase::running) {
+        return shared::refuse(socket.get(), question.number, 0, "it is ending");
+      }
+      asking.address_request = AddressRequest{.number = question.number,
+                                              .world = question.world,
+                                              .end = Clock::now() + std::min(question.limit, kYear),
+                                              .limit = question.limit};
+      give_address({.rank = world_rank(place), .world = question.world, .bytes = question.address});
+      return;
+  }
+  if (elastic_) {
+    if (phase_ != Phase::running)
+      return shared::refuse(socket.get(), question.number, 0, "it is ending");
+    read_progress();
+    asking.request = Request{.number = question.number,
+                             .process = process_of(place),
+                             .last_generation = last_generation_of(question),
+                             .is_pending = elastic_->asked(place, question.limit, Clock::now())};
+    if (!asking.request->is_pending) {
+      shared::refuse(socket.get(), question.number, 0,
+                     "this rank left its world, and the others went on without it");
+    }
+    return;
+  }
+  try {
+    answer(place, question.number);
+  } catch (const SystemError& error) {
+    shared::refuse(socket.get(), question.number, error.error_number(), error.text());
+  } catch (const std::bad_alloc&) {
+    shared::refuse(socket.get(), question.number, ENOMEM, "no memory for its segment");
+  }
+}
+
+void Attempt::answer(int place, std::uint64_t number) {
+  Place& asking = at(place);
+  const World& last = newest();
+  const int next = generations_.next_of(place, last.job->has_rank_left());
+  if (!worlds_.contains(next)) {
+    worlds_.emplace(next, World{.job = last.job->next(), .places = last.places});
+  }
+  asking.request = Request{.number = number,
+                           .process = process_of(place),
+                           .last_generation = std::nullopt,
+                           .is_pending = false};
+  generations_.enter(place, next);
+  shared::answer(asking.socket.get(), number, worlds_.at(next).job->fd(),
+                 {.rank = place, .size = context_.options.n_ranks});
+  worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
+}
+
+void Attempt::give_address(const RankAddress& address) {
+  addresses_.add(address);
+  if (nodes_ != nullptr) nodes_->send(address);
+}
+
+void Attempt::answer_addresses() {
+  std::map<std::uint64_t, base::UniqueFd> memory_of;  // by world
+  for (int number = 0; number < n_places(); ++number) {
+    Place& place = at(number);
+    if (!place.address_request) continue;
+    const AddressRequest request = *place.address_request;
+    const int socket = place.socket.get();
+    if (addresses_.are_known(request.world)) try {
+        base::UniqueFd& memory = memory_of[request.world];
+        if (!memory) {
+          memory = shared::make_memory_of({.by_rank = addresses_.of(request.world),
+                                           .n_cores = base::n_usable_cores(),
+                                           .key = placement_.key});
+        }
+        shared::answer_addresses(socket, request.number, memory.get());
+      } catch (const SystemError& error) {
+        shared::refuse(socket, request.number, error.error_number(), error.text());
+      }
+    else if (Clock::now() >= request.end) {
+      shared::refuse(socket, request.number, ETIMEDOUT,
+                     fmt::format("{} of {} did not call init_dist within {:g} s",
+                                 list_of(addresses_.missing(request.world)), placement_.world_size,
+                                 seconds(request.limit)));
+      give_address({.rank = world_rank(number), .world = request.world, .bytes = {}});
+    } else {
+      continue;
+    }
+    place.address_request.reset();
+    // Every rank has asked for the world after those that nobody asks for any more.
+    std::uint64_t oldest = request.world;
+    for (const Place& other : places_) {
+      if (other.address_request) oldest = std::min(oldest, other.address_request->world);
+    }
+    addresses_.forget_before(oldest);
+  }
+}
+
+void Attempt::end_world(std::string_view why, int rank) {
+  shared::Job& job = *newest().job;
+  if (nodes_ != nullptr || job.has_joined_other_engine()) job.end_generation(why, rank);
+  for (Place& place : places_) {  // that have not joined yet
+    if (!place.address_request) continue;
+    shared::refuse(place.socket.get(), place.address_request->number, EOWNERDEAD, why, rank);
+    place.address_request.reset();
+  }
+}
+
+}  // namespace lockstep::run
