@@ -199,5 +199,6 @@ command_test() {
   if [ "$preset" = release ] && [ $is_whole = yes ]; then test_tutorial; fi
   wait "$runner" || note failed "the test runner died"
   trap - EXIT
-  scripts/tests.py close "$results" "$title"
+  scripts/tests.py close "$results" "$title" || return
+  [ $is_whole = no ] || [ "$preset" != release ] || scripts/tests.py badge "$results" "$(version)" build/badge.svg
 }

@@ -7,9 +7,11 @@ show RESULTS NAME CODE LOG            what RESULTS/NAME.xml says: one line, and 
                                       it ended with CODE, and has written LOG
 note RESULTS failed|skipped TEXT      of something that runs no tests, as what does not compile
 close RESULTS TITLE                   skipped tests with their reasons, failed ones, counts; exit code 1 if one failed
+badge RESULTS VERSION FILE            a picture (SVG) of the version, how many tests passed, and on what
 """
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -131,8 +133,12 @@ def note(results, outcome, text):
     print(f"{outcome.upper()}: {text}", flush=True)
 
 
+def all_tests(results):
+    return [(path.stem, test) for path in sorted(Path(results).glob("*.xml")) for test in tests_of(path)]
+
+
 def close(results, title):
-    tests = [(path.stem, test) for path in sorted(Path(results).glob("*.xml")) for test in tests_of(path)]
+    tests = all_tests(results)
     if not tests:
         tests = [("note", Test("no test ran", "failed"))]
     n = Counter(test.outcome for _, test in tests)
@@ -155,8 +161,28 @@ def close(results, title):
     return n["failed"] > 0
 
 
+def badge(results, version, file):
+    n_passed = sum(test.outcome == "passed" for _, test in all_tests(results))
+    system = platform.freedesktop_os_release()
+    x, parts = 0, []
+    for name, value in (
+        ("version", version),
+        ("tests", f"{n_passed:,} passed"),
+        ("platform", f"{system['ID'].capitalize()} {system['VERSION_ID']}, {platform.machine()}"),
+    ):
+        for text, colour in (name, "#555"), (value, "#2a7f3f"):
+            width = 7 * len(text) + 12  # of a character of this font, and margins
+            parts.append(f'<rect x="{x}" width="{width}" height="20" fill="{colour}"/>')
+            parts.append(f'<text x="{x + width / 2}" y="14" textLength="{7 * len(text)}">{text}</text>')
+            x += width
+        x += 6
+    style = 'font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" fill="#fff" text-anchor="middle"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{x - 6}" height="20" role="img" {style}>'
+    Path(file).write_text("\n".join([head, *parts, "</svg>", ""]))
+
+
 if __name__ == "__main__":
-    commands = {"run": run, "show": show, "note": note, "close": close}
+    commands = {"run": run, "show": show, "note": note, "close": close, "badge": badge}
     if len(sys.argv) < 4 or sys.argv[1] not in commands:
         sys.exit(__doc__)
     sys.exit(commands[sys.argv[1]](*sys.argv[2:]))

@@ -147,7 +147,7 @@ LOCKSTEP_API int lockstep_error_number(void);
  *
  * - `launcher`: "infer" or NULL: from the environment; "none", "lockstep", "pytorch", "slurm",
  * "mpi"
- * - `backend`: "auto" or NULL, "solo", "shared", "mpi", "hierarchical"
+ * - `backend`: "auto" or NULL, "solo", "shared", "ucx", "mpi", "hierarchical"
  * - `timeout_ms`: limit of one operation; LOCKSTEP_GROUP_TIMEOUT: LOCKSTEP_TIMEOUT of the
  * environment, or else 5 minutes.
  *

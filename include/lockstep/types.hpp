@@ -66,9 +66,9 @@ std::string_view name_of(DType dtype);
 /// divides the exact sum and truncates toward zero; `mean` of f32 and f64 divides the sum, and is
 /// infinite where the sum is. 16-bit floats accumulate in f32 and are rounded once; `min` and `max`
 /// propagate NaN. The bitwise operations take integers and bool; bool has no sum, product or mean.
-/// Every reduction is in the order of one tree over the ranks, ((0 + 1) + (2 + 3)) + ..., where the
-/// last one without a neighbour goes up as it is, whatever the size and the engine: the results are
-/// bitwise identical on all ranks. Over several hosts first the ranks of each host, then the hosts:
+/// Every reduction is in the order of one tree over the ranks, ((0 + 1) + (2 + 3)) + ..., where an
+/// odd one out is passed up unchanged, whatever the size and the engine: the results are bitwise
+/// identical on all ranks. Over several hosts first the ranks of each host, then the hosts:
 /// the same tree if each host has 2^k consecutive ranks, and the last at most as many.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
 
@@ -100,7 +100,7 @@ static_assert([] {
 }());
 
 namespace detail {
-/// Of the row of `op`, as comparisons with constants: a call reads no table.
+/// Whether the row of `op` has kIs: comparisons with constants, not a lookup in the table.
 template <bool ReduceOpTraits::*kIs>
 constexpr bool is(ReduceOp op) {
   return [op]<std::size_t... i>(std::index_sequence<i...>) {

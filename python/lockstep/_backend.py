@@ -30,6 +30,7 @@ def create(options: Any, pg_options: Any) -> Any:
         name=f"process group {options.group_id}" if ranks else "world",
         timeout=options.timeout,
         global_ranks=ranks,
+        is_reconfigurable=not ranks and getattr(options, "enable_reconfigure", False),
     )
     _world.leave_at_exit(extension.leave_all)
     _patch_monitored_barrier()

@@ -32,7 +32,7 @@ def init_dist(launcher: str = "infer", backend: str = "auto", timeout: Timeout =
     """Joins the world that a launcher started, or a world of one rank if there is no launcher. Collective.
 
     launcher: infer (from the environment), none, lockstep, pytorch, slurm or mpi.
-    backend: auto, solo, shared, mpi or hierarchical.
+    backend: auto, solo, shared, ucx, mpi or hierarchical.
     timeout: limit of one operation, by default LOCKSTEP_TIMEOUT, or else 5 minutes.
     If an uncaught exception ends this rank, the calls of the others raise PeerFailed with its text.
     """

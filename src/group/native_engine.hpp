@@ -25,10 +25,10 @@ class NativeEngine : public Engine {
   /// it is recorded, and timed, before and after run().
   virtual bool reports_progress() const noexcept { return false; }
 
-  /// Collective. The engines of a group in which rank r of this one is counts[r] ranks, at most 512
-  /// in all, each for a thread of its own: those of this rank, in order. They live and are lost
-  /// together. Over several hosts only the first ones of a host's lowest rank send to other hosts:
-  /// send and recv between hosts, and a split that is no duplicate, throw UsageError.
+  /// Collective. Makes a group in which rank r of this one has counts[r] ranks, at most 512 in all,
+  /// each for a thread of its own. Returns the engines of this rank, in order; they live and are
+  /// lost together. Over several hosts only the first ones of a host's lowest rank send to other
+  /// hosts: send and recv between hosts, and a split that is no duplicate, throw UsageError.
   virtual std::vector<std::unique_ptr<Engine>> divide(const Call& call,
                                                       std::span<const int> counts) = 0;
 

@@ -7,9 +7,9 @@
 namespace lockstep::kernels {
 
 /// out[i] = in[0][i] op in[1][i] op ... op in[n - 1][i]. Sums, products and means of floats, and
-/// moments, in the order of the tree: ((in[0] op in[1]) op (in[2] op in[3])) op ..., where the last
-/// one without a neighbour goes up as it is; so 2^k inputs that begin at a multiple of 2^k are a
-/// node, and may be reduced before. f16 and bf16 accumulate in f32 and round once. mean divides at
+/// moments, in the order of the tree: ((in[0] op in[1]) op (in[2] op in[3])) op ..., where an odd
+/// one out is passed up unchanged; so 2^k inputs that begin at a multiple of 2^k are a subtree, and
+/// may be reduced before. f16 and bf16 accumulate in f32 and round once. mean divides at
 /// the end; for integers it is the exact sum divided by n, truncated toward zero. Integer sums and
 /// products wrap. min and max propagate NaN. Empty moments count as absent. `out` may be one of the
 /// inputs and may not overlap them otherwise. No alignment is required. n in 1..2^21 (for n = 1 the

@@ -5,10 +5,9 @@
 // A few registers at a time are reduced over all inputs: values stay in registers, inputs and
 // output are accessed once. The remainder goes through the same code as vectors of one lane.
 //
-// What rounds is combined in the order of the tree: neighbours, then neighbours of these; the last
-// one without a neighbour goes up as it is. So the tree over 2^k inputs that begin at a multiple of
-// 2^k is a node of the tree over all, whoever computes it. What does not round goes from the first
-// to the last.
+// What rounds is combined in the order of the tree: neighbours, then pairs of these; an odd one out
+// is passed to the next level unchanged. So 2^k inputs that begin at a multiple of 2^k are a
+// subtree of the tree over all, whoever computes it. What is exact goes in rank order.
 
 #include <cstddef>
 #include <cstdint>
@@ -337,7 +336,7 @@ void merge_moments(const void* const* in, int n, void* out, std::size_t count) {
         nullptr, nullptr, reduce_all<E, Mean<T>>                                                 \
   }
 
-const ReduceTable kReduceTable = {{
+constexpr ReduceTable kReduceTable = {{
     LOCKSTEP_INTEGER_ROW(std::uint8_t, std::uint8_t, LOCKSTEP_MEAN(std::uint8_t)),
     LOCKSTEP_INTEGER_ROW(std::int8_t, std::uint8_t, LOCKSTEP_MEAN(std::int8_t)),
     LOCKSTEP_INTEGER_ROW(std::int32_t, std::uint32_t, LOCKSTEP_MEAN(std::int32_t)),
@@ -355,6 +354,16 @@ const ReduceTable kReduceTable = {{
     LOCKSTEP_INTEGER_ROW(std::uint64_t, std::uint64_t, mean_of_64_bits<std::uint64_t, UInt128>),
     {merge_moments},
 }};
+
+static_assert([] {
+  for (const ReduceOpTraits& row : kReduceOps) {
+    for (std::size_t t = 0; t < kDTypes; ++t) {
+      const bool has_one = kReduceTable.function[t][static_cast<std::size_t>(row.op)] != nullptr;
+      if (has_one != can_reduce(row.op, static_cast<DType>(t))) return false;
+    }
+  }
+  return true;
+}());
 
 #undef LOCKSTEP_INTEGER_ROW
 #undef LOCKSTEP_MEAN

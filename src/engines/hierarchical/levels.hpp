@@ -15,8 +15,8 @@
 
 namespace lockstep::hierarchical {
 
-/// The engines of one group, by the ranks that they connect. A host is, over messages, a part of
-/// the ranks (message_engine.cpp).
+/// The engines of one group, by the ranks that they connect. In a MessageEngine a
+/// host is a block of up to 8 ranks.
 struct Levels {
   std::unique_ptr<Engine> global;                 ///< all ranks; null if these are shards
   std::unique_ptr<internal::NativeEngine> local;  ///< the ranks of this host
@@ -28,8 +28,8 @@ struct Levels {
   bool are_one_channel = false;
   /// A call in which a rank has more than this for each other one goes directly from rank to rank.
   std::size_t most_bytes = std::numeric_limits<std::size_t>::max();
-  /// Whether the leaders reduce the inputs of all ranks, and not the sums of hosts: where a host's
-  /// ranks are no node of the tree, its sum is in no number of the tree either.
+  /// Whether the leaders gather and reduce the inputs of all ranks: hosts' ranks are no subtrees,
+  /// so that sums of hosts would give other bits.
   bool reduces_inputs = false;
   /// The limit of the current call, which its steps share.
   detail::TimeLimit limit{std::chrono::milliseconds::max()};

@@ -35,7 +35,7 @@ class Control {
   /// Whether this rank has left the world.
   bool has_left() const;
   void set_left();
-  /// A number for another channel, which no other rank gets, and this one once.
+  /// A number for another channel: unique over all ranks and calls.
   std::int64_t next_number();
 
   // What this rank does, for ranks that ask:

@@ -108,8 +108,8 @@ class Transport {
   }
 
   static constexpr int kAllRanks = -1;
-  /// To a rank, or to all other ranks of the channel. A failure also ends a wait() of another
-  /// thread of this rank, and only that if `to` is this rank. Waits only if this rank departs.
+  /// To a rank, or to all other ranks of the channel. A failure also ends this rank's own
+  /// wait() on another thread (with `to` == rank(), only that). Blocks only for a departure.
   virtual void send_control(const ControlMessage& message, int to = kAllRanks) noexcept = 0;
   /// The next control message from another rank.
   virtual std::optional<ControlMessage> poll_control() = 0;

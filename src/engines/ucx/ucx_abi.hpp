@@ -28,8 +28,8 @@ struct LockstepUcx {
   /// Of a worker that is in no group.
   void (*close)(void* worker);
   int (*address)(void* worker, LockstepUcxAddress* address);
-  /// The group of all ranks of a world, which takes both workers unless it fails, and of some of
-  /// them, `ranks` of a group, which takes its worker. The addresses are by rank of the new group.
+  /// world: of all ranks; owns both workers on success. part: of `ranks` of a group; owns its
+  /// worker on success. The addresses are by rank of the new group.
   /// Messages with another key are not received, but for control messages.
   int (*world)(void* data, void* control, const LockstepUcxAddress* data_addresses,
                const LockstepUcxAddress* control_addresses, std::size_t n_ranks, std::int32_t rank,

@@ -6,6 +6,7 @@
 #include <lockstep/engine.hpp>
 #include <mutex>
 #include <optional>
+#include <random>
 
 #include "group/native_engine.hpp"
 #include "group/no_rank_text.hpp"
@@ -25,6 +26,12 @@ struct Registry {
 Registry& registry() {
   static auto& only = *new Registry;
   return only;
+}
+
+/// Of no other process.
+std::string new_handle() {
+  std::random_device random;
+  return fmt::format("lockstep:{:08x}{:08x}{:08x}{:08x}", random(), random(), random(), random());
 }
 
 }  // namespace
@@ -62,13 +69,15 @@ void LivingBackends::remove_released() noexcept {
   std::erase_if(living.backends, [](const auto& each) { return each.expired(); });
 }
 
-Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
-                 c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored)
-    : c10d::Backend(joined.group.rank(), joined.group.size()),
-      joined_(std::move(joined)),
+Backend::Backend(Config config, c10::intrusive_ptr<Options> options, Parts parts)
+    : c10d::Backend(config.rank, config.size),
+      config_(std::move(config)),
+      handle_(config_.is_reconfigurable ? new_handle() : ""),
+      is_formed_(!config_.is_reconfigurable),
+      joined_(std::move(parts.joined)),
       options_(std::move(options)),
-      messages_(std::move(messages)),
-      monitored_(std::move(monitored)) {
+      messages_(std::move(parts.messages)),
+      monitored_(std::move(parts.monitored)) {
   init();
 }
 
@@ -116,6 +125,12 @@ void Backend::shutdown() {
 ErrorContext Backend::context_of_call(const char* operation, std::source_location where) const {
   ErrorContext context = context_of(operation, where);
   if (is_shut_down_) throw UsageError(context, "the process group has been shut down");
+  if (!is_formed_) {
+    throw UsageError(
+        context,
+        "the process group was made with enable_reconfigure=True, and has no ranks before "
+        "torch.distributed._reconfigure has returned");
+  }
   return context;
 }
 

@@ -11,6 +11,7 @@
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -48,6 +49,9 @@ class Backend final : public c10d::Backend {
     std::string name;
     std::chrono::milliseconds timeout;
     std::vector<std::uint64_t> global_ranks;  // empty: all, in the default group
+    /// The group is formed by reconfigure(), and may be formed again. From PyTorch 2.15, which has
+    /// the interface.
+    bool is_reconfigurable = false;
 
     bool is_world() const { return global_ranks.empty(); }
   };
@@ -58,15 +62,20 @@ class Backend final : public c10d::Backend {
     /// last: it uses the engine.
     std::shared_ptr<shared::TaggedMessages> messages;
   };
+  /// What communicates in a group that has been formed.
+  struct Parts {
+    Joined joined;
+    /// What sends and receives where joined.messages is null; null in a group of one.
+    c10::intrusive_ptr<c10d::Backend> messages;
+    MonitoredBarrier monitored;
+  };
   using WorkResult = c10::intrusive_ptr<c10d::Work>;
 
   /// Collective. Throws PeerLost naming ranks that ended before they joined, TimeoutError naming
   /// those that did not join, EngineError.
   static c10::intrusive_ptr<Backend> make(const Config& config);
-  /// Use make(). messages: what sends and receives where joined.messages is null; null in a group
-  /// of one.
-  Backend(Joined joined, c10::intrusive_ptr<Options> options,
-          c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored);
+  /// Use make().
+  Backend(Config config, c10::intrusive_ptr<Options> options, Parts parts);
   ~Backend() override;
 
   const Group& group() const { return joined_.group; }
@@ -94,6 +103,16 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  bool supportsReconfigure() const override { return config_.is_reconfigurable; }
+  c10d::ReconfigureHandle get_reconfigure_handle() const override { return handle_; }
+  /// Leaves the group, whose calls under way end, and forms another of the processes with these
+  /// handles, ranked by the order of a vector. Collective among these, over the store that the
+  /// process group was made with. If it throws, calls are refused until another forms a group.
+  /// Throws UsageError, and what make() throws.
+  WorkResult reconfigure(const c10d::ReconfigureOptions& options) override;
+#endif
 
   WorkResult broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkResult allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -139,7 +158,8 @@ class Backend final : public c10d::Backend {
   ErrorContext context_of(const char* operation, std::source_location where) const {
     return nn::context_of(operation, group(), where);
   }
-  /// Throws UsageError after shutdown().
+  static Parts form(const Config& config);
+  /// Throws UsageError after shutdown(), and before a group has been formed.
   ErrorContext context_of_call(const char* operation, std::source_location where) const;
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
 
@@ -190,6 +210,10 @@ class Backend final : public c10d::Backend {
   Step step_of_uneven_parts(const nn::TensorCall& call, const ErrorContext& context) const;
 
   base::ForkGuard process_;
+  const Config config_;
+  const std::string handle_;      // of this process in reconfigure()
+  std::set<std::int64_t> uuids_;  // that reconfigure() had
+  std::atomic<bool> is_formed_;
   Joined joined_;
   c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<c10d::Backend> messages_;

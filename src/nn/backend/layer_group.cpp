@@ -153,6 +153,11 @@ void ProcessGroupEngine::run(const Call& call) {
   if (!process_group) {
     throw EngineError(context_of(call, rank_), "the process group has been destroyed");
   }
+  if (process_group->getSize() != size_ || process_group->getRank() != rank_) {
+    throw UsageError(context_of(call, rank_),
+                     "the process group was reconfigured since this layer was given it: convert "
+                     "the model again");
+  }
   if (Backend* const own = own_backend(*process_group)) return own->run_in_order(call);
   // Not of other exceptions: a process group in Python may raise one, KeyboardInterrupt too.
   try {

@@ -1,5 +1,6 @@
 #include "nn/backend/backend.hpp"
 
+#include <fmt/format.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -9,6 +10,7 @@
 #include <lockstep/objects.hpp>
 #include <mutex>
 #include <optional>
+#include <variant>
 
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/message/message_engine.hpp"
@@ -192,9 +194,8 @@ Backend::Joined join(const Config& config, const Membership& membership,
 
 }  // namespace
 
-c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
+Backend::Parts Backend::form(const Config& config) {
   const std::source_location where = interpreter().where();
-  const Released released;
   // The program's own, if it is not torch's default. Without end it may be more than clocks can
   // add to now.
   std::chrono::milliseconds timeout =
@@ -214,13 +215,86 @@ c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
       messages = make_gloo(config, "lockstep_messages/", membership);
     }
   }
-  auto options = c10::make_intrusive<Options>("lockstep", joined.group.timeout());
+  return {.joined = std::move(joined),
+          .messages = std::move(messages),
+          .monitored = MonitoredBarrier(config.store, std::move(membership))};
+}
+
+c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
+  const Released released;
+  Config first = config;
+  if (config.is_reconfigurable) {  // of this process alone, until reconfigure() forms one
+    if (internal::elastic() != nullptr) {
+      throw UsageError(
+          {.operation = "init_process_group", .group = config.name, .rank = config.rank},
+          "enable_reconfigure=True: under lockstep run --elastic, lockstep.regroup forms "
+          "the groups of a job");
+    }
+    first.rank = 0;
+    first.size = 1;
+  }
+  Parts parts = form(first);
+  auto options = c10::make_intrusive<Options>("lockstep", parts.joined.group.timeout());
   options->global_ranks_in_group = config.global_ranks;
-  auto backend =
-      c10::make_intrusive<Backend>(std::move(joined), std::move(options), std::move(messages),
-                                   MonitoredBarrier(config.store, std::move(membership)));
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  options->enable_reconfigure = config.is_reconfigurable;
+#endif
+  auto backend = c10::make_intrusive<Backend>(config, std::move(options), std::move(parts));
   LivingBackends::add(backend);
   return backend;
 }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+Backend::WorkResult Backend::reconfigure(const c10d::ReconfigureOptions& options) {
+  const ErrorContext context = context_of("reconfigure", interpreter().where());
+  const Released released;
+  if (!config_.is_reconfigurable) {
+    throw UsageError(context, "the process group was made without enable_reconfigure=True");
+  }
+  if (process_.is_forked_child()) {
+    throw UsageError(context, "this process is a fork of a rank; only the rank itself may call");
+  }
+  auto handles = std::visit(
+      [](const auto& each) { return std::vector<std::string>(each.begin(), each.end()); },
+      options.handles);
+  // Ranks of a set are the backend's to choose: by the handles, which all know.
+  if (!std::holds_alternative<std::vector<std::string>>(options.handles))
+    std::ranges::sort(handles);
+  const auto own = std::ranges::find(handles, handle_);
+  if (own == handles.end()) {
+    throw UsageError(
+        context, fmt::format("the handle of this process, {}, is not among the {} given", handle_,
+                             handles.size()));
+  }
+  if (!uuids_.insert(options.uuid).second) {
+    throw UsageError(context,
+                     fmt::format("uuid {} was already used in this process group", options.uuid));
+  }
+  is_formed_ = false;
+  end_callbacks("the process group was reconfigured");
+  leave({});
+  Config config = config_;
+  config.rank = static_cast<int>(own - handles.begin());
+  config.size = static_cast<int>(handles.size());
+  config.store = c10::make_intrusive<c10d::PrefixStore>(
+      fmt::format("lockstep_reconfigure/{}", options.uuid), config_.store);
+  config.timeout = options.timeout.value_or(options_->timeout);
+  Parts parts = form(config);
+  joined_.messages.reset();  // uses the engine, which the next line destroys
+  joined_ = std::move(parts.joined);
+  messages_ = std::move(parts.messages);
+  monitored_ = std::move(parts.monitored);
+  rank_ = config.rank;
+  size_ = config.size;
+  n_calls_ = 0;
+  has_left_ = false;
+  is_shut_down_ = false;
+  is_formed_ = true;
+  auto work = c10::make_intrusive<CollectiveWork>(group(), c10d::OpType::UNKNOWN,
+                                                  "lockstep:reconfigure", Tensors{}, Tensors{});
+  work->complete(nullptr);
+  return work;
+}
+#endif
 
 }  // namespace lockstep::backend

@@ -79,13 +79,15 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const nn::Interpreter::Gloo& gloo) {
 c10::intrusive_ptr<c10d::Backend> make_backend(c10::intrusive_ptr<c10d::Store> store, int rank,
                                                int size, std::string name,
                                                std::chrono::milliseconds timeout,
-                                               std::vector<std::uint64_t> global_ranks) {
+                                               std::vector<std::uint64_t> global_ranks,
+                                               bool is_reconfigurable) {
   return backend::Backend::make({.store = std::move(store),
                                  .rank = rank,
                                  .size = size,
                                  .name = std::move(name),
                                  .timeout = timeout,
-                                 .global_ranks = std::move(global_ranks)});
+                                 .global_ranks = std::move(global_ranks),
+                                 .is_reconfigurable = is_reconfigurable});
 }
 
 }  // namespace
@@ -104,7 +106,8 @@ void define_backend(py::module_& module) {
                        .reacquire = reacquire_gil,
                        .make_gloo = make_gloo});
   module.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("name"), py::arg("timeout"), py::arg("global_ranks"));
+             py::arg("name"), py::arg("timeout"), py::arg("global_ranks"),
+             py::arg("is_reconfigurable"));
   module.def("leave_all", &backend::LivingBackends::leave, py::arg("failure"));
 }
 

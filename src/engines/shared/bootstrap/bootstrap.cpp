@@ -68,7 +68,7 @@ class Follower : Bootstrap {
              fmt::format("rank {} of {} did not connect to the ranks of this host within {:g} s; "
                          "did it end early, start with other variables than rank {} ({}), or in a "
                          "separate container (network namespace)? Ranks in several containers "
-                         "connect over mpi, gloo or hierarchical",
+                         "connect over ucx, mpi, gloo or hierarchical",
                          number_of(0), n_ranks_, limit_seconds(), number_of(rank_), job_));
       }
       std::this_thread::sleep_for(kRetryEvery);

@@ -184,7 +184,7 @@ class Leader : Bootstrap {
     return fmt::format(
         "rank{} {} of {} did not connect to the ranks of this host within {:g} s; did {} end "
         "early, start with other variables than rank {} ({}), or in a separate container (network "
-        "namespace)? Ranks in several containers connect over mpi, gloo or hierarchical",
+        "namespace)? Ranks in several containers connect over ucx, mpi, gloo or hierarchical",
         missing.size() == 1 ? "" : "s", fmt::join(missing, ", "), n_ranks_, limit_seconds(),
         missing.size() == 1 ? "it" : "they", number_of(0), job_);
   }

@@ -190,7 +190,7 @@ void Channel::refuse(const Refusal& refusal) noexcept {
     record.has_refusals.store(true, std::memory_order_release);
   }
   add_refusal(refusals_[rank_], /*peer=*/-1, refusal.text);
-  // Release: a peer that reads the number also sees the text, and the flags that this rank raised
+  // Release: a peer that reads the number also sees the text, and the flags that this rank set
   // in the calls before.
   record.n_refused.store(refusal.n_refused, std::memory_order_release);
 }
@@ -220,7 +220,7 @@ void Channel::end_phase(const Call& call) {
     flag.store(word, std::memory_order_seq_cst);
   }
   if (waiter_.is_oversubscribed()) {
-    auto next = peers_.begin();  // the first whose flag may not be raised
+    auto next = peers_.begin();  // the first whose flag may not be set
     const auto all_are_raised = [this, &next] {
       while (next != peers_.end() && is_raised(flag_of(*next))) ++next;
       return next == peers_.end();

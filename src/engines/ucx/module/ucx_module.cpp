@@ -84,8 +84,7 @@ struct World {
   void say_last();
   int send(std::size_t to, std::uint32_t number, std::string bytes);
   /// Connects to a rank, which answers in its next wait: from then on a control message reaches it
-  /// although this rank makes no progress any more, because the library has no more to do than to
-  /// write it into the connection.
+  /// without further progress by this rank.
   int greet(std::size_t to);
   unsigned progress();
   /// Whether one has arrived, which is copied, up to n_bytes of it.

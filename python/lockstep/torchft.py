@@ -1,0 +1,34 @@
+"""torchft over lockstep: the process group that a torchft Manager makes anew for each quorum."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torchft.process_group import ProcessGroupWrapper
+
+from . import _backend
+
+__all__ = ["ProcessGroupLockstep"]
+
+
+class ProcessGroupLockstep(ProcessGroupWrapper):
+    """In place of ProcessGroupGloo: Manager(pg=ProcessGroupLockstep(timeout), ...).
+
+    Each quorum has a group of its own. A replica that is lost ends the calls of the others with PeerLost, which the Manager
+    reports; the group stays dead, and the next quorum has another. timeout: a timedelta, of a call and of a quorum's start.
+    """
+
+    def getBackendName(self) -> str:
+        return "torchft-lockstep"
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroup:
+        group = ProcessGroup(store, rank, world_size)
+        options = SimpleNamespace(
+            store=store, group_rank=rank, group_size=world_size, timeout=self._timeout, group_id="", global_ranks_in_group=[]
+        )
+        group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, _backend.create(options, None))
+        return group
