@@ -74,26 +74,38 @@ python3 -B bench/compare/schedule_test.py || bad+=", $now"
 stage "code in the tutorial"
 python3 -B scripts/tutorial.py check || bad+=", $now"
 
-# What the slow stages read. A branch is compared with main; main itself with its last 50 commits.
+# What the slow stages read: what changed, or everything where their settings did. A branch is compared with main; main
+# itself with the commit that .ci/checked names, at which `./dev lint --all` was clean, or else with its last 50 commits.
 changed() {
   local base
-  if [ "$all" = --all ]; then
-    printf '%s\n' "${sources[@]}"
-    return
-  fi
   base=$(git merge-base HEAD origin/main 2>/dev/null)
   if [ -z "$base" ] || [ "$base" = "$(git rev-parse HEAD)" ]; then
-    base=$(git rev-parse -q --verify HEAD~50 || git hash-object -t tree /dev/null)
+    base=$(git rev-parse -q --verify "$(cat .ci/checked)^{commit}" || git rev-parse -q --verify HEAD~50 || git hash-object -t tree /dev/null)
   fi
-  git diff --name-only "$base" && git ls-files --others --exclude-standard
+  { git diff --name-only "$base" && git ls-files --others --exclude-standard; } >"$build/changed.txt"
+  if [ "$all" = --all ] || grep -qxE '\.clang-tidy|CMakeLists\.txt' "$build/changed.txt"; then
+    printf '%s\n' "${sources[@]}"
+  else
+    cat "$build/changed.txt"
+  fi
 }
 
-stage "headers alone"
-targets=(headers_alone)
-# Each of these reads all of libtorch.
-! grep -qE '^(src|include/lockstep)/nn[/.].*hpp$' <<<"$(changed)" ||
-  ! grep -q '^LOCKSTEP_NN:BOOL=ON' "$build/CMakeCache.txt" || targets+=(headers_alone_nn)
-cmake --build "$build" --target "${targets[@]}" >"$build/headers.log" 2>&1 ||
+# The headers that changed, and those that include one of them.
+mapfile -t headers < <({ changed && grep -oHE '^#include [<"][a-z0-9_/]+\.(hpp|h|inc)' "${sources[@]}"; } | awk -F: '
+  function key(path) { sub(/^(src|include)\//, "", path); return path }
+  NF == 1 { stale[key($1)] = 1; next }
+  { sub(/.*[<"]/, "", $2); from[++n] = key($1); to[n] = $2 }
+  END {
+    do {
+      grown = 0
+      for (i = 1; i <= n; ++i) if (to[i] in stale && !(from[i] in stale)) grown = stale[from[i]] = 1
+    } while (grown)
+    for (path in stale) if (path ~ /\.hpp$/) print path
+  }')
+stage "headers alone: ${#headers[@]} of $(git ls-files 'src/*.hpp' 'include/*.hpp' | wc -l)"
+ninja -C "$build" -t targets all | sed -n 's#^\(tests/CMakeFiles/headers_alone.*/headers/\([a-z0-9_]*\)_hpp.cpp.o\):.*#\2 \1#p' >"$build/headers.txt"
+mapfile -t targets < <(printf '%s\n' "${headers[@]}" | tr './' '__' | sed 's/_hpp$//' | sort | join - <(sort "$build/headers.txt") | cut -d' ' -f2)
+[ ${#targets[@]} -eq 0 ] || cmake --build "$build" --target "${targets[@]}" >"$build/headers.log" 2>&1 ||
   {
     grep -A 20 '^FAILED' "$build/headers.log" || tail -n 20 "$build/headers.log"
     bad+=", $now"

@@ -24,6 +24,7 @@ PYTHON_MODULES = {
     "lockstep.nn": "nn.py",
     "lockstep.mmengine": "mmengine.py",
     "lockstep.sync_batchnorm": "sync_batchnorm.py",
+    "lockstep.torchft": "torchft.py",
 }
 
 
