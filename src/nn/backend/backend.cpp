@@ -6,7 +6,6 @@
 #include <lockstep/engine.hpp>
 #include <mutex>
 #include <optional>
-#include <random>
 
 #include "group/native_engine.hpp"
 #include "group/no_rank_text.hpp"
@@ -26,12 +25,6 @@ struct Registry {
 Registry& registry() {
   static auto& only = *new Registry;
   return only;
-}
-
-/// Of no other process.
-std::string new_handle() {
-  std::random_device random;
-  return fmt::format("lockstep:{:08x}{:08x}{:08x}{:08x}", random(), random(), random(), random());
 }
 
 }  // namespace
@@ -72,7 +65,6 @@ void LivingBackends::remove_released() noexcept {
 Backend::Backend(Config config, c10::intrusive_ptr<Options> options, Parts parts)
     : c10d::Backend(config.rank, config.size),
       config_(std::move(config)),
-      handle_(config_.is_reconfigurable ? new_handle() : ""),
       is_formed_(!config_.is_reconfigurable),
       joined_(std::move(parts.joined)),
       options_(std::move(options)),

@@ -108,9 +108,9 @@ class Backend final : public c10d::Backend {
   bool supportsReconfigure() const override { return config_.is_reconfigurable; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override { return handle_; }
   /// Leaves the group, whose calls under way end, and forms another of the processes with these
-  /// handles, ranked by the order of a vector. Collective among these, over the store that the
-  /// process group was made with. If it throws, calls are refused until another forms a group.
-  /// Throws UsageError, and what make() throws.
+  /// handles, ranked by the order of a vector. Collective among these, over a store that the first
+  /// of them serves. If it throws, calls are refused until another forms a group. Throws
+  /// UsageError, and what make() throws.
   WorkResult reconfigure(const c10d::ReconfigureOptions& options) override;
 #endif
 
@@ -159,6 +159,10 @@ class Backend final : public c10d::Backend {
     return nn::context_of(operation, group(), where);
   }
   static Parts form(const Config& config);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  /// Sets store_ and handle_.
+  void serve();
+#endif
   /// Throws UsageError after shutdown(), and before a group has been formed.
   ErrorContext context_of_call(const char* operation, std::source_location where) const;
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
@@ -211,8 +215,9 @@ class Backend final : public c10d::Backend {
 
   base::ForkGuard process_;
   const Config config_;
-  const std::string handle_;      // of this process in reconfigure()
-  std::set<std::int64_t> uuids_;  // that reconfigure() had
+  std::string handle_;                     // of this process in reconfigure()
+  c10::intrusive_ptr<c10d::Store> store_;  // which it serves
+  std::set<std::int64_t> uuids_;           // that reconfigure() had
   std::atomic<bool> is_formed_;
   Joined joined_;
   c10::intrusive_ptr<Options> options_;

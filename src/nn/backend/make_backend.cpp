@@ -1,15 +1,21 @@
 #include "nn/backend/backend.hpp"
 
 #include <fmt/format.h>
+#include <netdb.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
+#include <charconv>
+#include <climits>
 #include <cstdlib>
 #include <lockstep/env.hpp>
 #include <lockstep/objects.hpp>
 #include <mutex>
 #include <optional>
+#include <random>
 #include <variant>
 
 #include "engines/hierarchical/hierarchical.hpp"
@@ -236,15 +242,65 @@ c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
   Parts parts = form(first);
   auto options = c10::make_intrusive<Options>("lockstep", parts.joined.group.timeout());
   options->global_ranks_in_group = config.global_ranks;
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  options->enable_reconfigure = config.is_reconfigurable;
-#endif
   auto backend = c10::make_intrusive<Backend>(config, std::move(options), std::move(parts));
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  backend->options_->enable_reconfigure = config.is_reconfigurable;
+  if (config.is_reconfigurable) backend->serve();
+#endif
   LivingBackends::add(backend);
   return backend;
 }
 
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
+namespace {
+
+/// A store that this process serves for the groups in which it is rank 0.
+c10::intrusive_ptr<c10d::TCPStore> serve_store(std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<c10d::TCPStore>(
+      "localhost",
+      c10d::TCPStoreOptions{.isServer = true, .waitWorkers = false, .timeout = timeout});
+}
+
+/// "lockstep:ID:HOST:PORT", of no other process.
+std::string handle_of(const c10d::TCPStore& store) {
+  char host[HOST_NAME_MAX + 1] = {};
+  addrinfo* found = nullptr;
+  const bool has_name =
+      ::gethostname(host, HOST_NAME_MAX) == 0 && ::getaddrinfo(host, nullptr, nullptr, &found) == 0;
+  if (found != nullptr) ::freeaddrinfo(found);
+  std::random_device random;
+  return fmt::format("lockstep:{:08x}{:08x}:{}:{}", random(), random(),
+                     has_name ? host : "127.0.0.1", store.getPort());
+}
+
+/// The store of the process with this handle.
+c10::intrusive_ptr<c10d::Store> connect_to(const std::string& handle,
+                                           std::chrono::milliseconds timeout,
+                                           const ErrorContext& context) {
+  const auto port = handle.rfind(':'), host = handle.find(':', sizeof "lockstep");
+  std::uint16_t number = 0;
+  if (!handle.starts_with("lockstep:") || host >= port ||
+      std::from_chars(&handle[port] + 1, handle.data() + handle.size(), number).ec != std::errc()) {
+    throw UsageError(context,
+                     fmt::format("'{}' is no handle of a process group over lockstep", handle));
+  }
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(
+        handle.substr(host + 1, port - host - 1),
+        c10d::TCPStoreOptions{.port = number, .waitWorkers = false, .timeout = timeout});
+  } catch (const std::exception& error) {
+    nn::detail::throw_store_error(context, error);
+  }
+}
+
+}  // namespace
+
+void Backend::serve() {
+  const auto store = serve_store(options_->timeout);
+  handle_ = handle_of(*store);
+  store_ = store;
+}
+
 Backend::WorkResult Backend::reconfigure(const c10d::ReconfigureOptions& options) {
   const ErrorContext context = context_of("reconfigure", interpreter().where());
   const Released released;
@@ -258,8 +314,9 @@ Backend::WorkResult Backend::reconfigure(const c10d::ReconfigureOptions& options
       [](const auto& each) { return std::vector<std::string>(each.begin(), each.end()); },
       options.handles);
   // Ranks of a set are the backend's to choose: by the handles, which all know.
-  if (!std::holds_alternative<std::vector<std::string>>(options.handles))
+  if (!std::holds_alternative<std::vector<std::string>>(options.handles)) {
     std::ranges::sort(handles);
+  }
   const auto own = std::ranges::find(handles, handle_);
   if (own == handles.end()) {
     throw UsageError(
@@ -276,9 +333,10 @@ Backend::WorkResult Backend::reconfigure(const c10d::ReconfigureOptions& options
   Config config = config_;
   config.rank = static_cast<int>(own - handles.begin());
   config.size = static_cast<int>(handles.size());
-  config.store = c10::make_intrusive<c10d::PrefixStore>(
-      fmt::format("lockstep_reconfigure/{}", options.uuid), config_.store);
   config.timeout = options.timeout.value_or(options_->timeout);
+  config.store = c10::make_intrusive<c10d::PrefixStore>(
+      fmt::format("lockstep_reconfigure/{}", options.uuid),
+      config.rank == 0 ? store_ : connect_to(handles.front(), config.timeout, context));
   Parts parts = form(config);
   joined_.messages.reset();  // uses the engine, which the next line destroys
   joined_ = std::move(parts.joined);
