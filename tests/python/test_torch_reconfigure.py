@@ -75,24 +75,24 @@ def test_what_is_refused():
     with raises(ls.UsageError, "uuid 2 was already used in this process group"):
         dist._reconfigure(2, everyone)
     assert sum_of_ranks() == 6  # the group stays
-    with raises(RuntimeError, "does not support reconfigure"):
+    with raises(ls.UsageError, "made without enable_reconfigure=True"):
         dist.new_group([0, 1, 2]).reconfigure(dist.distributed_c10d.ReconfigureOptions())
 
 
 @on_ranks(3, init=None, shares=False)
-def test_a_layer_given_the_group_before():
+def test_a_backward_in_another_group_than_the_forward():
     number, store = start()
     everyone = handles(store, "all", range(3))
     dist._reconfigure(1, everyone).wait()
     layer = ls.nn.convert_sync_batchnorm(torch.nn.BatchNorm1d(2), dist.group.WORLD)
-    layer(torch.randn(4, 2))
-    if number == 2:
-        return
-    dist._reconfigure(2, everyone[:2]).wait()
-    with raises(ls.UsageError, "the process group was reconfigured since this layer was given it"):
-        layer(torch.randn(4, 2))
-    layer = ls.nn.convert_sync_batchnorm(torch.nn.BatchNorm1d(2), dist.group.WORLD)
-    layer(torch.randn(4, 2))
+    for uuid, others in (2, everyone), (3, everyone[:2]):
+        loss = layer(torch.randn(4, 2, requires_grad=True)).square().sum()
+        if number == 2 and uuid == 3:
+            return
+        dist._reconfigure(uuid, others).wait()
+        with raises(ls.UsageError, "the process group was reconfigured after the forward of this layer: repeat the step"):
+            loss.backward()
+        layer(torch.randn(4, 2, requires_grad=True)).square().sum().backward()
 
 
 @on_ranks(3, init=None, shares=False, code=137, returned=2)

@@ -79,6 +79,8 @@ class Backend final : public c10d::Backend {
   ~Backend() override;
 
   const Group& group() const { return joined_.group; }
+  /// How often reconfigure() has formed a group.
+  int n_formed() const { return n_formed_; }
   /// Later calls fail, and the peers' too: with `failure`, if it is not empty. May be called again.
   void leave(const std::string& failure) noexcept;
   /// A call that an exception ended before its first message counts as refused, after those that
@@ -218,6 +220,7 @@ class Backend final : public c10d::Backend {
   std::string handle_;                     // of this process in reconfigure()
   c10::intrusive_ptr<c10d::Store> store_;  // which it serves
   std::set<std::int64_t> uuids_;           // that reconfigure() had
+  std::atomic<int> n_formed_{0};
   std::atomic<bool> is_formed_;
   Joined joined_;
   c10::intrusive_ptr<Options> options_;

@@ -258,7 +258,7 @@ namespace {
 c10::intrusive_ptr<c10d::TCPStore> serve_store(std::chrono::milliseconds timeout) {
   return c10::make_intrusive<c10d::TCPStore>(
       "localhost",
-      c10d::TCPStoreOptions{.isServer = true, .waitWorkers = false, .timeout = timeout});
+      c10d::TCPStoreOptions{.port = 0, .isServer = true, .waitWorkers = false, .timeout = timeout});
 }
 
 /// "lockstep:ID:HOST:PORT", of no other process.
@@ -347,6 +347,7 @@ Backend::WorkResult Backend::reconfigure(const c10d::ReconfigureOptions& options
   n_calls_ = 0;
   has_left_ = false;
   is_shut_down_ = false;
+  ++n_formed_;
   is_formed_ = true;
   auto work = c10::make_intrusive<CollectiveWork>(group(), c10d::OpType::UNKNOWN,
                                                   "lockstep:reconfigure", Tensors{}, Tensors{});
