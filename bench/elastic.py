@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """Steps per second of a training that loses a rank again and again, of what it makes undisturbed.
 
-usage: ./dev bench elastic [--ranks N] [--seconds S] [--every S] [--json FILE]
+usage: ./dev bench elastic [--ranks N] [--seconds S] [--every S] [--checkpoints S,...] [--json FILE]
        ./dev bench elastic --lost-ranks N [--ranks N] [--limits]
        ./dev bench elastic --keep
 
 Three trainings, each for S seconds undisturbed and for S seconds in which every 15 seconds (--every) one of the ranks
 gets SIGKILL: lockstep-train and lockstep.nn.run_elastic under `lockstep run --elastic 1`, and the peer, the same network over
-Gloo under `torchrun --max-restarts`, which restarts all ranks from a checkpoint that is written every 10 seconds.
+Gloo under `torchrun --max-restarts`, which restarts all ranks from a checkpoint that is written every 10 seconds, or
+once for each of the numbers of --checkpoints.
 The two in Python train one convnet with one global batch; the peer's BatchNorm is each rank's own, because torch has
 no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts.
 
@@ -29,13 +30,12 @@ from pathlib import Path
 
 BUILD = Path(__file__).resolve().parent.parent / "build/release"
 BATCH = {"train": 512, "ranks": 512}  # steps of about 50 ms on two cores
-CHECKPOINT_EVERY = 10
 
 
 # --- a rank of the trainings in Python ------------------------------------------------------------
 
 
-def train(mode, progress, checkpoint):
+def train(mode, progress, checkpoint, checkpoint_every=0):
     import torch
     import torch.distributed as dist
     from python_ranks import convnet
@@ -92,7 +92,7 @@ def train(mode, progress, checkpoint):
         step(ddp, optimizer, list(range(first + rank, first + BATCH["ranks"], n_ranks)), 1)
         n_done += 1
         report(rank, n_done)
-        if rank == 0 and time.monotonic() - saved > CHECKPOINT_EVERY:
+        if rank == 0 and time.monotonic() - saved > float(checkpoint_every):
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": n_done}, checkpoint + ".new")
             os.replace(checkpoint + ".new", checkpoint)
             saved = time.monotonic()
@@ -340,6 +340,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=75)
     parser.add_argument("--every", type=float, default=15)
+    parser.add_argument("--checkpoints", default="10", help="seconds between the peer's checkpoints: 2,10,60")
     parser.add_argument("--json", help="file for the ratios")
     parser.add_argument("--lost-ranks", type=int, help="measure the time from so many lost ranks to going on")
     parser.add_argument("--limits", action="store_true", help="fail where it is above what is promised")
@@ -361,7 +362,7 @@ def main():
             if kind == "train":
                 train_command = [str(BUILD / "examples/train/lockstep-train"), "--batch", str(BATCH["train"]), "--epochs", "1000000"]
                 return [*lockstep_command, *train_command, "--threads", "1", "--metrics", str(progress), "--metrics-every", "1"], progress
-            rank = [*this, kind, str(progress), f"{progress}.pt"]
+            rank = [*this, kind.split()[0], str(progress), f"{progress}.pt", *kind.split()[1:]]
             if kind == "elastic":
                 return [*lockstep_command, *rank], progress
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"]
@@ -371,7 +372,10 @@ def main():
         for kind, name in (
             ("train", "lockstep-train, run_elastic (C++)"),
             ("elastic", "lockstep.nn.run_elastic (Python)"),
-            ("restart", f"torchrun --max-restarts, Gloo, checkpoints of each {CHECKPOINT_EVERY} s"),
+            *(
+                (f"restart {seconds}", f"torchrun --max-restarts, Gloo, checkpoints of each {seconds} s")
+                for seconds in options.checkpoints.split(",")
+            ),
         ):
             undisturbed, _ = measure(name, *command(kind, "-undisturbed"), options.seconds, None)
             killed, n_kills = measure(name, *command(kind, "-killed"), options.seconds, options.every)

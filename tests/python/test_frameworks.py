@@ -62,3 +62,11 @@ def test_what_refuses_the_name(run_ranks, module, body):
     """The page says so; where it is accepted one day, the page is to change."""
     pytest.importorskip(module)
     run_ranks(2, body, init=None, env=ON_THE_CPU)
+
+
+def test_the_mismatch_of_a_released_program(run_ranks):
+    """What docs/comparison.md shows."""
+    pytest.importorskip("accelerate")
+    program = (Path(__file__).parents[2] / "bench/accelerate_mismatch.py").read_text()
+    table = ["MismatchError: barrier on group 'world'", "broadcast       i32   3", "barrier         -     -"]
+    run_ranks(2, program.replace("sys.argv[1]", "'lockstep'"), code=1, says=table)
