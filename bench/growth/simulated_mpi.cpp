@@ -49,8 +49,8 @@ void set_seconds_per_message(double seconds) { seconds_per_message = seconds; }
 #define MPI_Testall growth::wait_all
 #define MPI_Comm_set_attr growth::set_no_attribute
 #define lockstep_mpi lockstep_mpi_without_cost
-#include "engines/mpi/module/module.cpp"        // NOLINT: compiled here on purpose
 #include "engines/mpi/module/mpi_exchange.cpp"  // NOLINT
+#include "engines/mpi/module/mpi_module.cpp"    // NOLINT: compiled here on purpose
 #undef lockstep_mpi
 
 extern "C" __attribute__((visibility("default"))) const LockstepMpi* lockstep_mpi() {

@@ -79,10 +79,11 @@ JoinedEngine join_mpi(internal::World& world, const Call& barrier) {
   return {.engine = mpi::join(world, barrier)};
 }
 
-Availability mpi_available(const internal::World& world) {
-  const mpi::Module module = mpi::find_module(world.mpi);
+Availability of(const engines::Module& module) {
   return {.is_available = !module.path.empty(), .reason = module.reason};
 }
+
+Availability mpi_available(const internal::World& world) { return of(mpi::find_module(world.mpi)); }
 
 JoinedEngine join_ucx(internal::World& world, const Call& barrier) {
   return {.engine = ucx::join(world, barrier)};
@@ -92,8 +93,7 @@ Availability ucx_available(const internal::World& world) {
   if (world.launcher != Launcher::lockstep || !world.segment) {
     return {.is_available = false, .reason = "is for ranks that `lockstep run` started"};
   }
-  const ucx::Module module = ucx::find_module(world.env.ucx);
-  return {.is_available = !module.path.empty(), .reason = module.reason};
+  return of(ucx::find_module(world.env.ucx));
 }
 
 /// The engine that hierarchical uses between hosts: the first that can send ordinary memory there.

@@ -54,7 +54,7 @@ std::string module_file(const std::string& engine, const std::string& library) {
   return fs::exists(installed, ignored) ? installed.string() : std::string();
 }
 
-void* load_module(const std::string& file, const char* symbol, const ErrorContext& context) {
+void* address_in_module(const std::string& file, const char* symbol, const ErrorContext& context) {
   // Open MPI's plugins resolve the library's symbols in the program's global scope.
   void* const library = ::dlopen(file.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) throw EngineError(context, fmt::format("cannot load {}", ::dlerror()));

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <lockstep/error.hpp>
 #include <string>
 
@@ -14,8 +15,31 @@ namespace lockstep::engines {
 /// not.
 std::string module_file(const std::string& engine, const std::string& library);
 
+struct Module {
+  std::string path;    ///< empty if there is none
+  std::string reason;  ///< why not
+};
+
+/// What a module exports: a function of this name that returns the table, whose first member is its
+/// version.
+struct ModuleSymbol {
+  const char* name;
+  std::uint32_t version;
+  const char* title;  ///< "an MPI module"
+};
+
 /// Loads a module for as long as the program runs. Returns the address of the symbol, null if it
 /// has none. Throws EngineError with the loader's text.
-void* load_module(const std::string& file, const char* symbol, const ErrorContext& context);
+void* address_in_module(const std::string& file, const char* symbol, const ErrorContext& context);
+
+/// The table of a module. Throws EngineError, also if its version is another.
+template <class Table>
+const Table& load_module(const std::string& file, const ModuleSymbol& symbol,
+                         const ErrorContext& context) {
+  const auto table =
+      reinterpret_cast<const Table* (*)()>(address_in_module(file, symbol.name, context));
+  if (table != nullptr && table()->version == symbol.version) return *table();
+  throw EngineError(context, file + " is not " + symbol.title + " of this version of lockstep");
+}
 
 }  // namespace lockstep::engines

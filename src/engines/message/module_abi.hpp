@@ -6,7 +6,7 @@
 #include "engines/message/message.hpp"
 
 /// The C interface between the core and a module that moves the messages of a group over a library:
-/// what the modules of MPI (engines/mpi/abi.hpp) and of UCX (engines/ucx/ucx_abi.hpp) have in
+/// what the modules of MPI (engines/mpi/mpi_abi.hpp) and of UCX (engines/ucx/ucx_abi.hpp) have in
 /// common. A module is compiled against one library, uses nothing else of lockstep, and throws
 /// nothing.
 extern "C" {

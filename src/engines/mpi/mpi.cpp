@@ -15,7 +15,7 @@
 #include "engines/message/message_engine.hpp"
 #include "engines/message/module_transport.hpp"
 #include "engines/modules.hpp"
-#include "engines/mpi/abi.hpp"
+#include "engines/mpi/mpi_abi.hpp"
 #include "group/failure.hpp"
 #include "group/leave_on_exception.hpp"
 
@@ -76,20 +76,9 @@ class Transport final : public message::ModuleTransport {
   const Hosts hosts_;
 };
 
-const LockstepMpi& load(const std::string& path, const ErrorContext& context) {
-  using Entry = const LockstepMpi* (*)();
-  const auto entry =
-      reinterpret_cast<Entry>(engines::load_module(path, kLockstepMpiSymbol, context));
-  if (entry == nullptr || entry()->version != kLockstepMpiVersion) {
-    throw EngineError(context,
-                      fmt::format("{} is not an MPI module of this version of lockstep", path));
-  }
-  return *entry();
-}
-
 }  // namespace
 
-Module find_module(const std::string& mpi) {
+engines::Module find_module(const std::string& mpi) {
   if (mpi.empty()) return {{}, "needs ranks that mpirun (or srun with PMIx) started"};
   if (mpi.find('/') != std::string::npos) {
     std::error_code ignored;
@@ -113,7 +102,8 @@ Module find_module(const std::string& mpi) {
 std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   const ErrorContext context = context_of(barrier, world.rank);
   const std::string module = find_module(world.mpi).path;
-  const LockstepMpi& mpi = load(module, context);
+  const auto& mpi = engines::load_module<LockstepMpi>(
+      module, {kLockstepMpiSymbol, kLockstepMpiVersion, "an MPI module"}, context);
   int rank = 0;
   int n_ranks = 0;
   if (const int code = mpi.start(&rank, &n_ranks); code != 0) {

@@ -4,18 +4,14 @@
 #include <memory>
 #include <string>
 
+#include "engines/modules.hpp"
 #include "group/world.hpp"
 
 namespace lockstep::mpi {
 
-/// The module for the MPI that started this world, or that LOCKSTEP_MPI names.
-struct Module {
-  std::string path;    ///< empty if there is none
-  std::string reason;  ///< why not
-};
-
-/// `mpi`: see World::mpi. Only checks that the file exists.
-Module find_module(const std::string& mpi);
+/// The module for the MPI that started this world, or that LOCKSTEP_MPI names. `mpi`: see
+/// World::mpi. Only checks that the file exists.
+engines::Module find_module(const std::string& mpi);
 
 /// The engine over MPI_COMM_WORLD, which must be this world. The library stays loaded until the
 /// program ends, when MPI_Finalize is called unless the program initialized MPI itself.

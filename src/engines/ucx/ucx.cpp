@@ -161,18 +161,12 @@ void set_defaults() {
 }
 
 const LockstepUcx& load(const std::string& path, const ErrorContext& context) {
-  static const LockstepUcx* const loaded = [&] {
+  static const LockstepUcx& loaded = [&]() -> const LockstepUcx& {
     set_defaults();
-    using Entry = const LockstepUcx* (*)();
-    const auto entry =
-        reinterpret_cast<Entry>(engines::load_module(path, kLockstepUcxSymbol, context));
-    if (entry == nullptr || entry()->version != kLockstepUcxVersion) {
-      throw EngineError(context,
-                        fmt::format("{} is not a UCX module of this version of lockstep", path));
-    }
-    return entry();
+    return engines::load_module<LockstepUcx>(
+        path, {kLockstepUcxSymbol, kLockstepUcxVersion, "a UCX module"}, context);
   }();
-  return *loaded;
+  return loaded;
 }
 
 void check(const LockstepUcx& ucx, int code, const ErrorContext& context) {
@@ -190,7 +184,7 @@ Worker open_worker(const LockstepUcx& ucx, LockstepUcxAddress& address,
 
 }  // namespace
 
-Module find_module(const std::optional<std::string>& named) {
+engines::Module find_module(const std::optional<std::string>& named) {
   if (named == "off") return {{}, "is not used: LOCKSTEP_UCX is 'off'"};
   if (named) {
     std::error_code ignored;

@@ -5,17 +5,13 @@
 #include <optional>
 #include <string>
 
+#include "engines/modules.hpp"
 #include "group/world.hpp"
 
 namespace lockstep::ucx {
 
-struct Module {
-  std::string path;    ///< empty if there is none
-  std::string reason;  ///< why not
-};
-
 /// `named`: Env::ucx. Only checks that the file exists.
-Module find_module(const std::optional<std::string>& named);
+engines::Module find_module(const std::optional<std::string>& named);
 
 /// The engine over UCX between the ranks of `lockstep run`, which tells each the addresses of the
 /// others. Throws EngineError with UCX's or the loader's text, UsageError, TimeoutError naming the

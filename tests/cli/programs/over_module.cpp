@@ -23,7 +23,7 @@
 #include <thread>
 #include <vector>
 
-#include "engines/mpi/abi.hpp"
+#include "engines/mpi/mpi_abi.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/ucx/ucx_abi.hpp"

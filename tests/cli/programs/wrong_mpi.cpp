@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "engines/message/header.hpp"
-#include "engines/mpi/abi.hpp"
+#include "engines/mpi/mpi_abi.hpp"
 
 namespace {
 

@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "engines/message/without_throwing.hpp"
-#include "engines/mpi/abi.hpp"
 #include "engines/mpi/module/mpi_exchange.hpp"
+#include "engines/mpi/mpi_abi.hpp"
 
 namespace lockstep::mpi_module {
 namespace {
