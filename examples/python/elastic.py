@@ -26,7 +26,7 @@ sampler = lockstep.nn.ElasticBatchSampler(data, 64, state, drop_last=True)
 
 
 def train():
-    ddp = DistributedDataParallel(model)  # made anew for each generation
+    ddp = DistributedDataParallel(model)  # a new one for each generation
     with lockstep.nn.SyncBatchNormScope():
         for _ in state.epochs(sampler, 10):
             for images, labels in DataLoader(data, batch_sampler=sampler):
