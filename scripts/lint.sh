@@ -41,6 +41,10 @@ missing=$({
   grep -qF "\`$name\`" docs/environment.md || echo "docs/environment.md lacks $name"; done)
 [ -z "$missing" ] || { echo "$missing" && bad+=", $now"; }
 
+stage "version in README's picture"
+grep -qF ">$(sed -nE 's/^project\(lockstep VERSION ([0-9.]+).*/\1/p' CMakeLists.txt)<" docs/images/badge.svg ||
+  { echo "docs/images/badge.svg is of another version: a whole ./dev test writes build/badge.svg" && bad+=", $now"; }
+
 stage "links and anchors"
 python3 -B scripts/docs/links.py || bad+=", $now"
 
