@@ -17,6 +17,7 @@
 #include "nn/elements/memory_ranges.hpp"
 #include "nn/error.hpp"
 #include "nn/tensors/tensor_call.hpp"
+#include "record/signature.hpp"
 
 namespace lockstep::nn {
 
