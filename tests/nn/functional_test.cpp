@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/expect.hpp"
 
 // Collectives that autograd knows: N ranks have the values and gradients of one device that has the
 // tensors of all.
