@@ -3,6 +3,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 build=$1 all=${2:-} now='' bad=''
+export LC_ALL=C.UTF-8
 
 stage() { now=$1 && printf '\n== %s\n' "$1"; }
 mapfile -t sources < <(git ls-files --cached --others --exclude-standard '*.c' '*.h' '*.cpp' '*.hpp' '*.inc')
@@ -86,8 +87,8 @@ changed() {
   if [ -z "$base" ] || [ "$base" = "$(git rev-parse HEAD)" ]; then
     base=$(git rev-parse -q --verify "$(cat .ci/checked)^{commit}" || git rev-parse -q --verify HEAD~50 || git hash-object -t tree /dev/null)
   fi
-  { git diff --name-only "$base" && git ls-files --others --exclude-standard; } >"$build/changed.txt"
-  if [ "$all" = --all ] || grep -qxE '\.clang-tidy|CMakeLists\.txt' "$build/changed.txt"; then
+  { git diff --no-renames --name-only "$base" && git ls-files --others --exclude-standard; } >"$build/changed.txt"
+  if [ "$all" = --all ] || grep -qE '(^|/)CMakeLists\.txt$|\.cmake$|^CMakePresets|^\.clang-tidy$|^scripts/lint\.sh$' "$build/changed.txt"; then
     printf '%s\n' "${sources[@]}"
   else
     cat "$build/changed.txt"
@@ -106,9 +107,10 @@ mapfile -t headers < <({ changed && grep -oHE '^#include [<"][a-z0-9_/]+\.(hpp|h
     } while (grown)
     for (path in stale) if (path ~ /\.hpp$/) print path
   }')
-stage "headers alone: ${#headers[@]} of $(git ls-files 'src/*.hpp' 'include/*.hpp' | wc -l)"
 ninja -C "$build" -t targets all | sed -n 's#^\(tests/CMakeFiles/headers_alone.*/headers/\([a-z0-9_]*\)_hpp.cpp.o\):.*#\2 \1#p' >"$build/headers.txt"
 mapfile -t targets < <(printf '%s\n' "${headers[@]}" | tr './' '__' | sed 's/_hpp$//' | sort | join - <(sort "$build/headers.txt") | cut -d' ' -f2)
+stage "headers alone: ${#targets[@]} of $(wc -l <"$build/headers.txt")"
+[ -s "$build/headers.txt" ] || bad+=", $now"
 [ ${#targets[@]} -eq 0 ] || cmake --build "$build" --target "${targets[@]}" >"$build/headers.log" 2>&1 ||
   {
     grep -A 20 '^FAILED' "$build/headers.log" || tail -n 20 "$build/headers.log"

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,17 +22,15 @@ _late_threads: list[threading.Thread] = []
 
 def create(options: Any, pg_options: Any) -> Any:
     """A c10d backend for the process group that `options` describes. Collective."""
-    extension = _extension.load()
     ranks = list(options.global_ranks_in_group)  # empty: all, in the default group
-    backend = extension.make_backend(
-        store=options.store,
-        rank=options.group_rank,
-        size=options.group_size,
-        name=f"process group {options.group_id}" if ranks else "world",
-        timeout=options.timeout,
-        global_ranks=ranks,
-        is_reconfigurable=not ranks and getattr(options, "enable_reconfigure", False),
-    )
+    name = f"process group {options.group_id}" if ranks else "world"
+    return make(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
+
+
+def make(store: Any, rank: int, size: int, timeout: Any, name: str, global_ranks: Sequence[int] = ()) -> Any:
+    """A c10d backend. Without global_ranks the default group, if this one is not it, has no part in it. Collective."""
+    extension = _extension.load()
+    backend = extension.make_backend(store=store, rank=rank, size=size, name=name, timeout=timeout, global_ranks=list(global_ranks))
     _world.leave_at_exit(extension.leave_all)
     _patch_monitored_barrier()
     _patch_ddp_logging_data()

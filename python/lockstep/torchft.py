@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,9 +25,7 @@ class ProcessGroupLockstep(ProcessGroupWrapper):
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroup:
         group = ProcessGroup(store, rank, world_size)
-        options = SimpleNamespace(
-            store=store, group_rank=rank, group_size=world_size, timeout=self._timeout, group_id="", global_ranks_in_group=[]
-        )
+        backend = _backend.make(store, rank, world_size, self._timeout, "torchft quorum")
         group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
-        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, _backend.create(options, None))
+        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend)
         return group

@@ -628,3 +628,24 @@ def test_the_last_owner_may_be_a_callback(rank):
     may_end.set()
     assert rank == 1 or has_ended.wait()
     dist.barrier()
+
+
+@on_ranks(4, init=None, shares=False)
+def test_a_group_across_default_groups():
+    """As of torchft: two replicas of two ranks, each a default group, and groups of one rank of each."""
+    from lockstep import _backend
+
+    replica, local = divmod(int(os.environ["RANK"]), 2)
+    store = dist.FileStore("store", 4)
+    dist.init_process_group("lockstep", store=dist.PrefixStore(f"replica {replica}", store), rank=local, world_size=2)
+    quorum = dist.ProcessGroup(store, replica, 2)
+    for number in range(2):
+        own = dist.PrefixStore(f"quorum {local} {number}", store)
+        backend = _backend.make(own, replica, 2, datetime.timedelta(seconds=60), "torchft quorum")
+        quorum._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        x = torch.tensor([1.0 + local + 10 * replica])
+        quorum.allreduce([x]).wait()
+        assert x.item() == 12 + 2 * local
+        group = dist.new_group([0, 1])  # asks the ranks of this default group
+        dist.all_reduce(x, group=group)
+        assert x.item() == 26

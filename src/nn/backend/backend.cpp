@@ -62,14 +62,13 @@ void LivingBackends::remove_released() noexcept {
   std::erase_if(living.backends, [](const auto& each) { return each.expired(); });
 }
 
-Backend::Backend(Config config, c10::intrusive_ptr<Options> options, Parts parts)
-    : c10d::Backend(config.rank, config.size),
-      config_(std::move(config)),
-      is_formed_(!config_.is_reconfigurable),
-      joined_(std::move(parts.joined)),
+Backend::Backend(Joined joined, c10::intrusive_ptr<Options> options,
+                 c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored)
+    : c10d::Backend(joined.group.rank(), joined.group.size()),
+      joined_(std::move(joined)),
       options_(std::move(options)),
-      messages_(std::move(parts.messages)),
-      monitored_(std::move(parts.monitored)) {
+      messages_(std::move(messages)),
+      monitored_(std::move(monitored)) {
   init();
 }
 
@@ -117,12 +116,6 @@ void Backend::shutdown() {
 ErrorContext Backend::context_of_call(const char* operation, std::source_location where) const {
   ErrorContext context = context_of(operation, where);
   if (is_shut_down_) throw UsageError(context, "the process group has been shut down");
-  if (!is_formed_) {
-    throw UsageError(
-        context,
-        "the process group was made with enable_reconfigure=True, and has no ranks before "
-        "torch.distributed._reconfigure has returned");
-  }
   return context;
 }
 

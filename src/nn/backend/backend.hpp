@@ -11,7 +11,6 @@
 #include <lockstep/detail/collective.hpp>
 #include <lockstep/group.hpp>
 #include <memory>
-#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -40,7 +39,7 @@ class Backend final : public c10d::Backend {
  public:
   /// A process group as torch describes it, on one of its ranks.
   struct Config {
-    /// The name of torch's default group.
+    /// The name of torch's default group, of which a process has one.
     static constexpr std::string_view kWorld = "world";
 
     c10::intrusive_ptr<c10d::Store> store;
@@ -48,12 +47,10 @@ class Backend final : public c10d::Backend {
     int size;
     std::string name;
     std::chrono::milliseconds timeout;
-    std::vector<std::uint64_t> global_ranks;  // empty: all, in the default group
-    /// The group is formed by reconfigure(), and may be formed again. From PyTorch 2.15, which has
-    /// the interface.
-    bool is_reconfigurable = false;
+    /// In the default group. Empty: it has no part in this one, whose ranks meet at the store alone.
+    std::vector<std::uint64_t> global_ranks;
 
-    bool is_world() const { return global_ranks.empty(); }
+    bool is_world() const { return name == kWorld; }
   };
   struct Joined {
     Group group;
@@ -62,25 +59,18 @@ class Backend final : public c10d::Backend {
     /// last: it uses the engine.
     std::shared_ptr<shared::TaggedMessages> messages;
   };
-  /// What communicates in a group that has been formed.
-  struct Parts {
-    Joined joined;
-    /// What sends and receives where joined.messages is null; null in a group of one.
-    c10::intrusive_ptr<c10d::Backend> messages;
-    MonitoredBarrier monitored;
-  };
   using WorkResult = c10::intrusive_ptr<c10d::Work>;
 
   /// Collective. Throws PeerLost naming ranks that ended before they joined, TimeoutError naming
   /// those that did not join, EngineError.
   static c10::intrusive_ptr<Backend> make(const Config& config);
-  /// Use make().
-  Backend(Config config, c10::intrusive_ptr<Options> options, Parts parts);
+  /// Use make(). messages: what sends and receives where joined.messages is null; null in a group
+  /// of one.
+  Backend(Joined joined, c10::intrusive_ptr<Options> options,
+          c10::intrusive_ptr<c10d::Backend> messages, MonitoredBarrier monitored);
   ~Backend() override;
 
   const Group& group() const { return joined_.group; }
-  /// How often reconfigure() has formed a group.
-  int n_formed() const { return n_formed_; }
   /// Later calls fail, and the peers' too: with `failure`, if it is not empty. May be called again.
   void leave(const std::string& failure) noexcept;
   /// A call that an exception ended before its first message counts as refused, after those that
@@ -105,16 +95,6 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
-
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  bool supportsReconfigure() const override { return config_.is_reconfigurable; }
-  c10d::ReconfigureHandle get_reconfigure_handle() const override { return handle_; }
-  /// Leaves the group, whose calls under way end, and forms another of the processes with these
-  /// handles, ranked by the order of a vector. Collective among these, over a store that the first
-  /// of them serves. If it throws, calls are refused until another forms a group. Throws
-  /// UsageError, and what make() throws.
-  WorkResult reconfigure(const c10d::ReconfigureOptions& options) override;
-#endif
 
   WorkResult broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkResult allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
@@ -160,12 +140,7 @@ class Backend final : public c10d::Backend {
   ErrorContext context_of(const char* operation, std::source_location where) const {
     return nn::context_of(operation, group(), where);
   }
-  static Parts form(const Config& config);
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  /// Sets store_ and handle_.
-  void serve();
-#endif
-  /// Throws UsageError after shutdown(), and before a group has been formed.
+  /// Throws UsageError after shutdown().
   ErrorContext context_of_call(const char* operation, std::source_location where) const;
   Timeout timeout_of(std::chrono::milliseconds timeout) const;
 
@@ -216,12 +191,6 @@ class Backend final : public c10d::Backend {
   Step step_of_uneven_parts(const nn::TensorCall& call, const ErrorContext& context) const;
 
   base::ForkGuard process_;
-  const Config config_;
-  std::string handle_;                     // of this process in reconfigure()
-  c10::intrusive_ptr<c10d::Store> store_;  // which it serves
-  std::set<std::int64_t> uuids_;           // that reconfigure() had
-  std::atomic<int> n_formed_{0};
-  std::atomic<bool> is_formed_;
   Joined joined_;
   c10::intrusive_ptr<Options> options_;
   c10::intrusive_ptr<c10d::Backend> messages_;

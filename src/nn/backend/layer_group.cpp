@@ -53,9 +53,7 @@ class ProcessGroupEngine final : public Engine {
         rank_(process_group->getRank()),
         size_(process_group->getSize()),
         has_cpu_(has_device(*process_group, at::kCPU)),
-        needs_cuda_(!has_cpu_ && has_device(*process_group, at::kCUDA)) {
-    if (const Backend* const own = own_backend(*process_group)) n_formed_ = own->n_formed();
-  }
+        needs_cuda_(!has_cpu_ && has_device(*process_group, at::kCUDA)) {}
 
   int rank() const noexcept override { return rank_; }
   int size() const noexcept override { return size_; }
@@ -88,8 +86,7 @@ class ProcessGroupEngine final : public Engine {
   template <class F>
   void with_own_backend(F f) noexcept try {
     const auto process_group = process_group_.lock();
-    Backend* const own = process_group ? own_backend(*process_group) : nullptr;
-    if (own != nullptr && own->n_formed() == n_formed_) f(*own);
+    if (Backend* const own = process_group ? own_backend(*process_group) : nullptr) f(*own);
   } catch (const std::exception&) {  // no memory, or no backend after all
   }
   /// Sets asyncOp = false in versions of c10d that have it.
@@ -146,7 +143,6 @@ class ProcessGroupEngine final : public Engine {
   const std::string name_;
   const int rank_, size_;
   const bool has_cpu_, needs_cuda_;
-  int n_formed_ = 0;  // of our backend, when the group was made
 };
 
 void ProcessGroupEngine::run(const Call& call) {
@@ -157,14 +153,7 @@ void ProcessGroupEngine::run(const Call& call) {
   if (!process_group) {
     throw EngineError(context_of(call, rank_), "the process group has been destroyed");
   }
-  Backend* const own = own_backend(*process_group);
-  if (process_group->getSize() != size_ || process_group->getRank() != rank_ ||
-      (own != nullptr && own->n_formed() != n_formed_)) {
-    throw UsageError(context_of(call, rank_),
-                     "the process group was reconfigured after the forward of this layer: repeat "
-                     "the step");
-  }
-  if (own != nullptr) return own->run_in_order(call);
+  if (Backend* const own = own_backend(*process_group)) return own->run_in_order(call);
   // Not of other exceptions: a process group in Python may raise one, KeyboardInterrupt too.
   try {
     exchange(*process_group, call);

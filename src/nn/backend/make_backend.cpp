@@ -1,22 +1,14 @@
 #include "nn/backend/backend.hpp"
 
-#include <fmt/format.h>
-#include <netdb.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
-#include <charconv>
-#include <climits>
 #include <cstdlib>
 #include <lockstep/env.hpp>
 #include <lockstep/objects.hpp>
 #include <mutex>
 #include <optional>
-#include <random>
-#include <variant>
 
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/message/message_engine.hpp"
@@ -79,6 +71,7 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
   const std::optional<Membership> earlier = [&]() -> std::optional<Membership> {
     const std::lock_guard lock(world_membership().mutex);
     if (config.is_world()) world_membership().membership.reset();
+    if (config.global_ranks.empty()) return {};
     return world_membership().membership;
   }();
   Membership membership;
@@ -200,8 +193,9 @@ Backend::Joined join(const Config& config, const Membership& membership,
 
 }  // namespace
 
-Backend::Parts Backend::form(const Config& config) {
+c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
   const std::source_location where = interpreter().where();
+  const Released released;
   // The program's own, if it is not torch's default. Without end it may be more than clocks can
   // add to now.
   std::chrono::milliseconds timeout =
@@ -221,139 +215,13 @@ Backend::Parts Backend::form(const Config& config) {
       messages = make_gloo(config, "lockstep_messages/", membership);
     }
   }
-  return {.joined = std::move(joined),
-          .messages = std::move(messages),
-          .monitored = MonitoredBarrier(config.store, std::move(membership))};
-}
-
-c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
-  const Released released;
-  Config first = config;
-  if (config.is_reconfigurable) {  // of this process alone, until reconfigure() forms one
-    if (internal::elastic() != nullptr) {
-      throw UsageError(
-          {.operation = "init_process_group", .group = config.name, .rank = config.rank},
-          "enable_reconfigure=True: under lockstep run --elastic, lockstep.regroup forms "
-          "the groups of a job");
-    }
-    first.rank = 0;
-    first.size = 1;
-  }
-  Parts parts = form(first);
-  auto options = c10::make_intrusive<Options>("lockstep", parts.joined.group.timeout());
+  auto options = c10::make_intrusive<Options>("lockstep", joined.group.timeout());
   options->global_ranks_in_group = config.global_ranks;
-  auto backend = c10::make_intrusive<Backend>(config, std::move(options), std::move(parts));
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-  backend->options_->enable_reconfigure = config.is_reconfigurable;
-  if (config.is_reconfigurable) backend->serve();
-#endif
+  auto backend =
+      c10::make_intrusive<Backend>(std::move(joined), std::move(options), std::move(messages),
+                                   MonitoredBarrier(config.store, std::move(membership)));
   LivingBackends::add(backend);
   return backend;
 }
-
-#ifdef C10D_BACKEND_HAS_RECONFIGURE
-namespace {
-
-/// A store that this process serves for the groups in which it is rank 0.
-c10::intrusive_ptr<c10d::TCPStore> serve_store(std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<c10d::TCPStore>(
-      "localhost",
-      c10d::TCPStoreOptions{.port = 0, .isServer = true, .waitWorkers = false, .timeout = timeout});
-}
-
-/// "lockstep:ID:HOST:PORT", of no other process.
-std::string handle_of(const c10d::TCPStore& store) {
-  char host[HOST_NAME_MAX + 1] = {};
-  addrinfo* found = nullptr;
-  const bool has_name =
-      ::gethostname(host, HOST_NAME_MAX) == 0 && ::getaddrinfo(host, nullptr, nullptr, &found) == 0;
-  if (found != nullptr) ::freeaddrinfo(found);
-  std::random_device random;
-  return fmt::format("lockstep:{:08x}{:08x}:{}:{}", random(), random(),
-                     has_name ? host : "127.0.0.1", store.getPort());
-}
-
-/// The store of the process with this handle.
-c10::intrusive_ptr<c10d::Store> connect_to(const std::string& handle,
-                                           std::chrono::milliseconds timeout,
-                                           const ErrorContext& context) {
-  const auto port = handle.rfind(':'), host = handle.find(':', sizeof "lockstep");
-  std::uint16_t number = 0;
-  if (!handle.starts_with("lockstep:") || host >= port ||
-      std::from_chars(&handle[port] + 1, handle.data() + handle.size(), number).ec != std::errc()) {
-    throw UsageError(context,
-                     fmt::format("'{}' is no handle of a process group over lockstep", handle));
-  }
-  try {
-    return c10::make_intrusive<c10d::TCPStore>(
-        handle.substr(host + 1, port - host - 1),
-        c10d::TCPStoreOptions{.port = number, .waitWorkers = false, .timeout = timeout});
-  } catch (const std::exception& error) {
-    nn::detail::throw_store_error(context, error);
-  }
-}
-
-}  // namespace
-
-void Backend::serve() {
-  const auto store = serve_store(options_->timeout);
-  handle_ = handle_of(*store);
-  store_ = store;
-}
-
-Backend::WorkResult Backend::reconfigure(const c10d::ReconfigureOptions& options) {
-  const ErrorContext context = context_of("reconfigure", interpreter().where());
-  const Released released;
-  if (!config_.is_reconfigurable) {
-    throw UsageError(context, "the process group was made without enable_reconfigure=True");
-  }
-  if (process_.is_forked_child()) {
-    throw UsageError(context, "this process is a fork of a rank; only the rank itself may call");
-  }
-  auto handles = std::visit(
-      [](const auto& each) { return std::vector<std::string>(each.begin(), each.end()); },
-      options.handles);
-  // Ranks of a set are the backend's to choose: by the handles, which all know.
-  if (!std::holds_alternative<std::vector<std::string>>(options.handles)) {
-    std::ranges::sort(handles);
-  }
-  const auto own = std::ranges::find(handles, handle_);
-  if (own == handles.end()) {
-    throw UsageError(
-        context, fmt::format("the handle of this process, {}, is not among the {} given", handle_,
-                             handles.size()));
-  }
-  if (!uuids_.insert(options.uuid).second) {
-    throw UsageError(context,
-                     fmt::format("uuid {} was already used in this process group", options.uuid));
-  }
-  is_formed_ = false;
-  end_callbacks("the process group was reconfigured");
-  leave({});
-  Config config = config_;
-  config.rank = static_cast<int>(own - handles.begin());
-  config.size = static_cast<int>(handles.size());
-  config.timeout = options.timeout.value_or(options_->timeout);
-  config.store = c10::make_intrusive<c10d::PrefixStore>(
-      fmt::format("lockstep_reconfigure/{}", options.uuid),
-      config.rank == 0 ? store_ : connect_to(handles.front(), config.timeout, context));
-  Parts parts = form(config);
-  joined_.messages.reset();  // uses the engine, which the next line destroys
-  joined_ = std::move(parts.joined);
-  messages_ = std::move(parts.messages);
-  monitored_ = std::move(parts.monitored);
-  rank_ = config.rank;
-  size_ = config.size;
-  n_calls_ = 0;
-  has_left_ = false;
-  is_shut_down_ = false;
-  ++n_formed_;
-  is_formed_ = true;
-  auto work = c10::make_intrusive<CollectiveWork>(group(), c10d::OpType::UNKNOWN,
-                                                  "lockstep:reconfigure", Tensors{}, Tensors{});
-  work->complete(nullptr);
-  return work;
-}
-#endif
 
 }  // namespace lockstep::backend

@@ -75,19 +75,16 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const nn::Interpreter::Gloo& gloo) {
       .cast<c10::intrusive_ptr<c10d::Backend>>();
 }
 
-/// global_ranks: empty for the default group.
 c10::intrusive_ptr<c10d::Backend> make_backend(c10::intrusive_ptr<c10d::Store> store, int rank,
                                                int size, std::string name,
                                                std::chrono::milliseconds timeout,
-                                               std::vector<std::uint64_t> global_ranks,
-                                               bool is_reconfigurable) {
+                                               std::vector<std::uint64_t> global_ranks) {
   return backend::Backend::make({.store = std::move(store),
                                  .rank = rank,
                                  .size = size,
                                  .name = std::move(name),
                                  .timeout = timeout,
-                                 .global_ranks = std::move(global_ranks),
-                                 .is_reconfigurable = is_reconfigurable});
+                                 .global_ranks = std::move(global_ranks)});
 }
 
 }  // namespace
@@ -106,8 +103,7 @@ void define_backend(py::module_& module) {
                        .reacquire = reacquire_gil,
                        .make_gloo = make_gloo});
   module.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
-             py::arg("name"), py::arg("timeout"), py::arg("global_ranks"),
-             py::arg("is_reconfigurable"));
+             py::arg("name"), py::arg("timeout"), py::arg("global_ranks"));
   module.def("leave_all", &backend::LivingBackends::leave, py::arg("failure"));
 }
 
