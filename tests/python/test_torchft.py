@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchft")
 pytestmark = pytest.mark.nightly
 
 PAGE = (Path(__file__).parents[2] / "docs/howto/frameworks.md").read_text()
@@ -59,12 +58,11 @@ class Replica:
 
 
 def test_a_hundred_kills_of_replicas_of_torchft(tmp_path):
-    from torchft.coordination import LighthouseServer
-
+    coordination = pytest.importorskip("torchft.coordination")
     program = PROGRAM.replace("    optimizer.step()\n", "    optimizer.step()\n    note()\n")
     assert "note()" in program
     (tmp_path / "program.py").write_text(NOTE + program)
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
+    lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=1000)
     address = lighthouse.address()
     replicas = [Replica(tmp_path, r, address) for r in range(N_REPLICAS)]
     choose, end = random.Random(1), time.monotonic() + LIMIT_S
