@@ -139,9 +139,8 @@ TEST(RunTerminalTest, ctrl_c_is_for_all_ranks_though_it_ends_the_one_that_reads_
     begin(command, "$L -n 2 " + elastic + "sh -c '[ $RANK = 0 ] && cat; sleep 1000'");
     command.type("typed\n");
     command.read_until("[0] typed");
-    const std::vector<pid_t> relays = named(command, "lockstep-relay");
-    ASSERT_EQ(relays.size(), 1U);
-    kill(relays[0], SIGSTOP);  // it is slow
+    ASSERT_TRUE(wait_until([&] { return named(command, "lockstep-relay").size() == 1; }));
+    kill(named(command, "lockstep-relay")[0], SIGSTOP);  // it is slow
     expect_ctrl_c_for_all(command);
   }
 }
