@@ -28,7 +28,10 @@ def create(options: Any, pg_options: Any) -> Any:
 
 
 def make(store: Any, rank: int, size: int, timeout: Any, name: str, global_ranks: Sequence[int] = ()) -> Any:
-    """A c10d backend. Without global_ranks the default group, if this one is not it, has no part in it. Collective."""
+    """A c10d backend. Collective.
+
+    global_ranks: of its ranks in the default group; empty for that group itself, and where the ranks need not share one.
+    """
     extension = _extension.load()
     backend = extension.make_backend(store=store, rank=rank, size=size, name=name, timeout=timeout, global_ranks=list(global_ranks))
     _world.leave_at_exit(extension.leave_all)

@@ -202,6 +202,15 @@ TEST(RunTerminalTest, ctrl_z_stops_the_job_and_its_limits_while_a_rank_reads) {
   leave(command);
 }
 
+/// A job that does not read the terminal, once its ranks have joined, until the shell asks again.
+void stop_by_ctrl_z(Command& command, int n_ranks) {
+  command.read_until("joined", n_ranks);
+  const std::vector<pid_t> ranks = named(command, "cli_collectives");
+  command.type(kCtrlZ);
+  EXPECT_TRUE(wait_until([&] { return are_stopped(ranks); }));
+  command.read_until("ready> ", 2);
+}
+
 TEST(RunTerminalTest, ctrl_z_stops_a_job_that_does_not_read_the_terminal) {
   const TemporaryFolder folder;
   const std::string pipe = folder / "pipe";
@@ -209,11 +218,7 @@ TEST(RunTerminalTest, ctrl_z_stops_a_job_that_does_not_read_the_terminal) {
   const base::UniqueFd ends(open(pipe.c_str(), O_RDWR | O_CLOEXEC));
   Command command(shell());
   begin(command, kWithLimit + "$L -n 3 --stdin 2 $C read 2 < " + pipe);
-  command.read_until("joined", 3);
-  const std::vector<pid_t> ranks = named(command, "cli_collectives");
-  command.type(kCtrlZ);
-  ASSERT_TRUE(wait_until([&] { return are_stopped(ranks); }));
-  command.read_until("ready> ", 2);
+  stop_by_ctrl_z(command, 3);
   outlast(kLimit);
   command.type("fg\n");
   ASSERT_EQ(write(ends.get(), "hello\n", 6), 6);
@@ -225,11 +230,7 @@ TEST(RunTerminalTest, ctrl_z_stops_a_job_that_does_not_read_the_terminal) {
 TEST(RunTerminalTest, stopped_job_can_be_ended) {
   Command command(shell());
   begin(command, "$L -n 2 $C lose 0");
-  command.read_until("joined", 2);
-  const std::vector<pid_t> ranks = named(command, "cli_collectives");
-  command.type(kCtrlZ);
-  ASSERT_TRUE(wait_until([&] { return are_stopped(ranks); }));
-  command.read_until("ready> ", 2);
+  stop_by_ctrl_z(command, 2);
   command.type("kill -HUP %1; fg\n");
   command.read_until("SIGHUP: forwarded to the ranks");
   command.read_until("ready> ", 3);

@@ -15,8 +15,8 @@
 
 namespace lockstep::hierarchical {
 
-/// The engines of one group, by the ranks that they connect. In a MessageEngine a
-/// host is a block of up to 8 ranks.
+/// The engines of one group, by the ranks that they connect. In a MessageEngine a host is a block
+/// of up to 8 ranks.
 struct Levels {
   std::unique_ptr<Engine> global;                 ///< all ranks; null if these are shards
   std::unique_ptr<internal::NativeEngine> local;  ///< the ranks of this host

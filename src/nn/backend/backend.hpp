@@ -47,8 +47,8 @@ class Backend final : public c10d::Backend {
     int size;
     std::string name;
     std::chrono::milliseconds timeout;
-    /// In the default group. Empty: it has no part in this one, whose ranks meet at the store
-    /// alone.
+    /// Of the ranks, in the default group. Empty: that group itself, or ranks that need not share
+    /// one and meet at the store alone.
     std::vector<std::uint64_t> global_ranks;
 
     bool is_world() const { return name == kWorld; }
