@@ -51,7 +51,9 @@ run_stage() {
     arm64) ./dev test --preset arm64 core --filter "$under_qemu" ;;
     campaign) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM \
       ./dev test fault --filter '*CampaignTest.*' &&
-      LOCKSTEP_FAULT_RUNS=100000 LOCKSTEP_FAULT_SEED=$RANDOM ./dev test core --filter 'ClusterTest.*' ;;
+      LOCKSTEP_FAULT_RUNS=100000 LOCKSTEP_FAULT_SEED=$RANDOM ./dev test core --filter 'ClusterTest.*' &&
+      LOCKSTEP_FAULT_RUNS=200 LOCKSTEP_FAULT_SEED=$RANDOM \
+        ./dev test train --filter 'ElasticHostsTest.*' ;;
     lost_ranks) ./dev bench elastic --lost-ranks 500 --limits && ./dev bench elastic --keep ;;
     python) LOCKSTEP_FAULT_RUNS=500 LOCKSTEP_FAULT_SEED=$RANDOM ./dev test python --all ;;
     newer) ./dev test python nn --torch newer ;;

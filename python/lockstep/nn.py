@@ -21,7 +21,9 @@ try:
     import torch
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"lockstep.nn needs PyTorch, which is not installed ({error}): pip install torch, then lockstep-torch", name="torch"
+        f"lockstep.nn needs PyTorch, which is not installed ({error}): pip install torch, then lockstep-torch from a clone "
+        "of lockstep (pip install ./python/torch)",
+        name="torch",
     ) from None
 from torch.nn.modules.batchnorm import _BatchNorm
 

@@ -38,7 +38,23 @@ struct Holder {
   ino_t inode;
   std::uint64_t job;         ///< the same in all segments of a job
   std::uint32_t generation;  ///< of an elastic world, which has a segment for each
+  bool has_ranks;            ///< that have joined, or that is not known
 };
+
+/// torch.distributed's ranks meet in memory of their own, and leave that of `lockstep run` empty.
+bool has_ranks(int fd, int n_ranks) {
+  for (int r = 0; r < n_ranks; ++r) {
+    auto state = shared::RankState::absent;
+    const std::size_t at = sizeof(shared::SegmentHeader) +
+                           static_cast<std::size_t>(r) * sizeof(shared::RankBlock) +
+                           offsetof(shared::RankBlock, state);
+    if (::pread(fd, &state, sizeof state, static_cast<off_t>(at)) == sizeof state &&
+        state != shared::RankState::absent) {
+      return true;
+    }
+  }
+  return false;
+}
 
 /// Reads what the segment says of itself, if it is of this version: another one is its own job.
 void identify(Holder& holder) {
@@ -52,6 +68,7 @@ void identify(Holder& holder) {
   if (header.magic != shared::kMagic || header.version != base::layout_version()) return;
   holder.job = header.nonce;
   holder.generation = header.generation;
+  holder.has_ranks = has_ranks(fd.get(), header.n_ranks);
 }
 
 /// With the newest generation of a job whose segments this process holds open. A replacement that
@@ -69,9 +86,12 @@ std::optional<Holder> holder(pid_t pid) {
                  .memory = i->path().string(),
                  .inode = status.st_ino,
                  .job = status.st_ino,
-                 .generation = 0};
+                 .generation = 0,
+                 .has_ranks = true};
     identify(found);
-    if (!newest || (found.job == newest->job && found.generation > newest->generation)) {
+    const bool is_newer =
+        newest && found.job == newest->job && found.generation > newest->generation;
+    if (!newest || is_newer || (found.job != newest->job && !newest->has_ranks)) {
       newest = std::move(found);
     }
   }
@@ -113,7 +133,22 @@ RunningJob job_of(Holder found) {
                     .launcher = found.pid,
                     .command = command_of(found.pid),
                     .memory = found.memory,
-                    .inode = found.inode};
+                    .inode = found.inode,
+                    .has_ranks = found.has_ranks};
+}
+
+bool is_ancestor(pid_t ancestor, pid_t pid) {
+  while (pid > 1 && pid != ancestor) pid = parent_of(pid);
+  return pid == ancestor;
+}
+
+/// The job of its ranks, if these have joined none in the memory of their launcher.
+const RunningJob* job_within(const RunningJob& job, const std::vector<RunningJob>& jobs) {
+  if (job.has_ranks) return nullptr;
+  const auto found = std::ranges::find_if(jobs, [&](const RunningJob& other) {
+    return other.has_ranks && is_ancestor(job.launcher, other.launcher);
+  });
+  return found == jobs.end() ? nullptr : &*found;
 }
 
 }  // namespace
@@ -139,6 +174,8 @@ std::vector<RunningJob> find_jobs() {
   }
   std::vector<RunningJob> result;
   for (auto& [number, job] : jobs) result.push_back(std::move(job));
+  const std::vector<RunningJob> all = result;
+  std::erase_if(result, [&](const RunningJob& job) { return job_within(job, all) != nullptr; });
   std::sort(result.begin(), result.end(),
             [](const auto& a, const auto& b) { return a.launcher < b.launcher; });
   return result;
@@ -165,7 +202,10 @@ RunningJob find_job(pid_t process) {
                        "without a number lists the jobs",
                        process));
   }
-  return job_of(*found);
+  RunningJob job = job_of(*found);
+  const std::vector<RunningJob> jobs = find_jobs();
+  const RunningJob* const within = job_within(job, jobs);
+  return within != nullptr ? *within : job;
 }
 
 std::shared_ptr<const shared::Segment> open_segment(const RunningJob& job) {

@@ -16,9 +16,10 @@ namespace lockstep::cli {
 struct RunningJob {
   std::uint64_t job;  ///< the same in all its worlds
   pid_t launcher;
-  std::string command;  ///< of the launcher
-  std::string memory;   ///< path under /proc of a descriptor of the segment
-  ino_t inode;          ///< of the segment: other worlds of the same launcher differ
+  std::string command;    ///< of the launcher
+  std::string memory;     ///< path under /proc of a descriptor of the segment
+  ino_t inode;            ///< of the segment: other worlds of the same launcher differ
+  bool has_ranks = true;  ///< that have joined, as far as is known
 };
 
 /// All running jobs, by pid of the launcher.

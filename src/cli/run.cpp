@@ -142,17 +142,23 @@ std::string check_nodes(const CLI::App& app, run::NodesOptions& nodes,
 std::string read_elastic(const std::string& text, run::Options& options) {
   run::ElasticOptions& elastic = options.elastic;
   const std::size_t colon = text.find(':');
+  const int n_nodes = options.nodes.n_nodes;
+  // Nodes may have different numbers of ranks; node 0 checks again.
+  const int n_ranks = n_nodes == 1 ? options.n_ranks : run::kMaxRanks * n_nodes;
+  const bool has_most = colon != std::string::npos;
   elastic.least = base::parse_number<int>(text.substr(0, colon)).value_or(0);
-  elastic.most = colon == std::string::npos
-                     ? options.n_ranks
-                     : base::parse_number<int>(text.substr(colon + 1)).value_or(0);
-  if (elastic.least < 1 || elastic.least > elastic.most || elastic.most > options.n_ranks) {
+  elastic.most = has_most ? base::parse_number<int>(text.substr(colon + 1)).value_or(0) : n_ranks;
+  if (elastic.least < 1 || elastic.least > elastic.most || elastic.most > n_ranks) {
     return fmt::format(
         "--elastic is '{}', expected MIN or MIN:MAX with 1 <= MIN <= MAX <= {}, the "
-        "ranks of -n",
-        text, options.n_ranks);
+        "ranks of {}",
+        text, n_ranks, n_nodes == 1 ? "-n" : "all nodes");
   }
-  if (options.nodes.n_nodes > 1) return "--elastic keeps the ranks of one machine; leave --nnodes";
+  if (n_nodes > 1 && options.max_restarts > 0) {
+    return "--max-restarts starts all ranks of all nodes again, which --elastic with --nnodes does "
+           "not; leave it";
+  }
+  if (!has_most && n_nodes > 1) elastic.most = 0;  // all, which only node 0 knows
   return {};
 }
 
@@ -220,6 +226,12 @@ int run(const std::vector<std::string>& arguments) {
                  "Time from the start of a replacement to its init_dist;\n"
                  "one that takes longer is killed (default 300)")
       ->check(number(0.1, 86'400.0, "seconds"))
+      ->type_name("SECONDS");
+  double lease_s = 5;
+  app.add_option("--elastic-lease", lease_s,
+                 "Of several nodes: time without a word from node 0 after\n"
+                 "which a node is lost (default 5)")
+      ->check(number(0.5, 3'600.0, "seconds"))
       ->type_name("SECONDS");
   app.add_option("--grace", grace_s, "Time from SIGTERM or Ctrl-C to SIGKILL (default 10)")
       ->check(number(0.0, 86'400.0, "seconds"))
@@ -303,6 +315,10 @@ int run(const std::vector<std::string>& arguments) {
   if (wrong.empty() && app.count("--elastic-start") > 0 && app.count("--elastic") == 0) {
     wrong = "--elastic-start is a limit for replacements, which only --elastic starts";
   }
+  if (wrong.empty() && app.count("--elastic-lease") > 0 &&
+      (options.elastic.least == 0 || nodes.n_nodes == 1)) {
+    wrong = "--elastic-lease is of the nodes of an elastic job: it needs --elastic and --nnodes";
+  }
   if (wrong.empty()) wrong = read_stdin_rank(stdin_rank, options);
   if (wrong.empty() && !secret_file.empty()) wrong = read_secret(secret_file, nodes.secret);
   if (!wrong.empty()) {
@@ -315,6 +331,7 @@ int run(const std::vector<std::string>& arguments) {
   } catch (const UsageError& error) {  // names init_dist, which the program may not call
     throw run::usage_error(error.text());
   }
+  options.elastic.lease = std::chrono::milliseconds(static_cast<long>(lease_s * 1000));
   options.elastic.start_limit = std::chrono::milliseconds(static_cast<long>(start_limit_s * 1000));
   options.grace = std::chrono::milliseconds(static_cast<long>(grace_s * 1000));
   if (app.count("--trace") == 0) return run::launch_ranks(options);

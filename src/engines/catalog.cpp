@@ -2,18 +2,23 @@
 
 #include <fmt/format.h>
 
+#include <exception>
 #include <iterator>
 #include <lockstep/error.hpp>
+#include <numeric>
 #include <utility>
 
+#include "base/exception.hpp"
 #include "base/text.hpp"
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/hierarchical/hosts.hpp"
 #include "engines/mpi/mpi.hpp"
 #include "engines/shared/bootstrap/job.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/shared/segment/membership.hpp"
 #include "engines/solo/solo.hpp"
 #include "engines/ucx/ucx.hpp"
+#include "group/leave_on_exception.hpp"
 
 namespace lockstep::engines {
 namespace {
@@ -37,42 +42,57 @@ Availability shared_available(const internal::World& world) {
               "SLURM_JOB_ID, or those of PMIx)"};
 }
 
-JoinedEngine with_recorder(std::unique_ptr<shared::HostEngine> engine) {
-  auto recorder = engine->recorder();
-  return {.engine = std::move(engine), .recorder = std::move(recorder)};
-}
-
-JoinedEngine join_shared(internal::World& world, const Call& barrier) {
-  if (!world.segment) {
-    return with_recorder(
-        shared::bootstrap_world(world.job, world.rank, world.size, barrier, world.env.tune));
+/// Of a rank that `lockstep run` started: joins its host's memory of the world that it is in now,
+/// of which the launcher tells what has changed.
+void enter(internal::World& world, const Call& barrier) {
+  if (world.host) return;
+  auto [segment, now] =
+      shared::current_world(*world.segment, world.local_rank, world.last_generation, barrier);
+  world.is_elastic = segment->header().is_elastic;
+  if (now.size != world.local_size && !world.is_elastic) {
+    throw UsageError(
+        context_of(barrier, world.rank),
+        fmt::format("{} is {}, but `lockstep run` started {} ranks; do not change the variables it "
+                    "sets",
+                    world.size == world.local_size ? "WORLD_SIZE" : "LOCAL_WORLD_SIZE",
+                    world.local_size, now.size));
   }
-  auto current = shared::current_world(*world.segment, world.rank, world.last_generation, barrier);
-  if (current.next.size != world.size && !current.segment->header().is_elastic) {
-    throw UsageError(context_of(barrier, world.rank),
-                     fmt::format("WORLD_SIZE is {}, but `lockstep run` started {} ranks; do not "
-                                 "change the variables it sets",
-                                 world.size, current.next.size));
-  }
-  world.is_elastic = current.segment->header().is_elastic;
-  world.rank = current.next.rank;
   if (world.is_elastic) {
-    world.size = world.local_size = current.next.size;
-    world.local_rank = current.next.rank;
-    world.regrouped.generation = current.next.generation;
+    world.local_rank = now.rank;
+    world.local_size = now.size;
+    if (now.world_size > 0) {  // not the one that it was started in
+      world.rank = now.world_rank;
+      world.size = now.world_size;
+    }
+    world.regrouped.generation = segment->header().generation;
     world.regrouped.lost.clear();
-    for (const shared::Lost& lost : current.next.lost) {
+    for (const shared::Lost& lost : now.lost) {
       world.regrouped.lost.push_back({.rank = lost.rank,
                                       .generation = lost.generation,
                                       .why = std::string(base::text_in(lost.why))});
     }
-    world.regrouped.joined = std::move(current.next.joined);
+    world.regrouped.joined = std::move(now.joined);
   }
-  auto joined = with_recorder(shared::join_world(current.segment, world.rank, barrier));
+  world.host = std::make_shared<shared::Membership>(std::move(segment), world.local_rank);
+}
+
+JoinedEngine joined_in(const internal::World& world, std::unique_ptr<Engine> engine) {
+  JoinedEngine joined{.engine = std::move(engine), .recorder = world.host->recorder()};
   if (world.is_elastic) {
-    joined.elastic = std::make_shared<shared::Elastic>(current.segment, world.rank);
+    joined.elastic =
+        std::make_shared<shared::Elastic>(world.host->shared_segment(), world.local_rank);
   }
   return joined;
+}
+
+JoinedEngine join_shared(internal::World& world, const Call& barrier) {
+  if (world.segment) {
+    enter(world, barrier);
+    return joined_in(world, shared::join_world(world.host, barrier));
+  }
+  auto engine = shared::bootstrap_world(world.job, world.rank, world.size, barrier, world.env.tune);
+  auto recorder = engine->recorder();
+  return {.engine = std::move(engine), .recorder = std::move(recorder)};
 }
 
 JoinedEngine join_mpi(internal::World& world, const Call& barrier) {
@@ -86,7 +106,8 @@ Availability of(const engines::Module& module) {
 Availability mpi_available(const internal::World& world) { return of(mpi::find_module(world.mpi)); }
 
 JoinedEngine join_ucx(internal::World& world, const Call& barrier) {
-  return {.engine = ucx::join(world, barrier)};
+  enter(world, barrier);
+  return joined_in(world, ucx::join(world, barrier));
 }
 
 Availability ucx_available(const internal::World& world) {
@@ -124,9 +145,21 @@ Availability hierarchical_available(const internal::World& world) {
 }
 
 JoinedEngine join_hierarchical(internal::World& world, const Call& barrier) {
-  auto global = find_global(world)->join(world, barrier).engine;
-  const std::vector<int> hosts = hierarchical::find_hosts(*global, barrier);
-  return {.engine = hierarchical::make(std::move(global), hosts, barrier, world.env.tune)};
+  JoinedEngine joined = find_global(world)->join(world, barrier);
+  if (!world.host) {
+    const std::vector<int> hosts = hierarchical::find_hosts(*joined.engine, barrier);
+    joined.engine = hierarchical::make(std::move(joined.engine), hosts, barrier, world.env.tune);
+    return joined;
+  }
+  std::vector<int> on_this_host(static_cast<std::size_t>(world.local_size));
+  std::iota(on_this_host.begin(), on_this_host.end(), world.rank - world.local_rank);
+  Call among = barrier;
+  if (world.local_size < world.size) among.ranks = on_this_host;
+  auto local = internal::leave_on_exception(*joined.engine,
+                                            [&] { return shared::join_world(world.host, among); });
+  joined.engine = hierarchical::make(std::move(joined.engine), world.hosts, barrier,
+                                     /*tune=*/{}, std::move(local));
+  return joined;
 }
 
 }  // namespace
@@ -134,6 +167,7 @@ JoinedEngine join_hierarchical(internal::World& world, const Call& barrier) {
 int find_host(Engine& engine, const internal::World& world, const Call& barrier) {
   // If the launcher reports a single host, all ranks know it; otherwise they determine the hosts.
   if (world.local_size == world.size) return 0;
+  if (world.host) return world.rank - world.local_rank;
   return hierarchical::find_hosts(engine, barrier)[static_cast<std::size_t>(engine.rank())];
 }
 
@@ -152,7 +186,13 @@ const std::vector<Entry>& catalog() {
   return entries;
 }
 
-JoinedEngine join(std::string_view backend, internal::World& world, const Call& barrier) {
+JoinedEngine join(std::string_view backend, internal::World& world, const Call& barrier) try {
+  world.host.reset();
+  world.hosts.clear();
+  // What the world is now says which engine can serve it.
+  const bool may_regroup =
+      backend == "auto" || backend == "shared" || backend == "ucx" || backend == "hierarchical";
+  if (may_regroup && world.segment && shared::is_elastic(*world.segment)) enter(world, barrier);
   std::string names;
   std::string reasons;
   for (const Entry& entry : catalog()) {
@@ -161,7 +201,7 @@ JoinedEngine join(std::string_view backend, internal::World& world, const Call& 
     const Availability availability = entry.available(world);
     if (availability.is_available) {
       JoinedEngine joined = entry.join(world, barrier);
-      if (!joined.recorder && world.segment) {
+      if (!world.host && world.segment) {
         shared::record_joined(*world.segment, world.local_rank);
       }
       return joined;
@@ -179,6 +219,9 @@ JoinedEngine join(std::string_view backend, internal::World& world, const Call& 
   throw EngineError(context_of(barrier, world.rank),
                     fmt::format("no engine can join rank {} of {} (launcher: {}):{}", world.rank,
                                 world.size, name_of(world.launcher), reasons));
+} catch (...) {
+  if (world.host) world.host->leave(base::text_of(std::current_exception()));
+  throw;
 }
 
 }  // namespace lockstep::engines

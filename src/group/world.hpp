@@ -4,8 +4,14 @@
 #include <lockstep/elastic.hpp>
 #include <lockstep/env.hpp>
 #include <lockstep/world.hpp>
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
+
+namespace lockstep::shared {
+class Membership;
+}
 
 namespace lockstep::internal {
 
@@ -26,6 +32,10 @@ struct World {
   /// UCX_TLS, or all but shared memory: ranks of one host meet in ours.
   std::string ucx_transports = "^sm,self";
   Env env{};
+  /// In the memory that `lockstep run` has made for this host's ranks; null: in none. Set by the
+  /// engine, as the next two.
+  std::shared_ptr<shared::Membership> host = nullptr;
+  std::vector<int> hosts{};  ///< for each rank the lowest one on its host; empty: not known
   bool is_elastic = false;
   std::int64_t last_generation = -1;  ///< in which this process was a rank; -1: none
   /// Of an elastic world: what has changed since then. Set by the engine.

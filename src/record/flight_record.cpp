@@ -139,8 +139,12 @@ std::string json_of(const FlightRecord& record, std::string_view reason, std::st
   return json.dump(/*indent=*/1, ' ', /*ensure_ascii=*/false, kReplace) + "\n";
 }
 
+std::string record_file(const FlightRecord& record, const std::string& dir) {
+  return fmt::format("{}/rank-{}.json", dir, record.rank);
+}
+
 void write_record(const FlightRecord& record, std::string_view reason, const std::string& dir) {
-  const std::string path = fmt::format("{}/rank-{}.json", dir, record.rank);
+  const std::string path = record_file(record, dir);
   char host[256] = {};
   ::gethostname(host, sizeof host - 1);
   try {

@@ -116,6 +116,8 @@ std::size_t n_groups_of(const FlightRecord& record) noexcept;
 /// Text of a rank-N.json; docs/observability.md has the format. `reason`: why it is written.
 std::string json_of(const FlightRecord& record, std::string_view reason, std::string_view host);
 
+/// DIR/rank-N.json.
+std::string record_file(const FlightRecord& record, const std::string& dir);
 /// Writes DIR/rank-N.json atomically, on the rank's host. Throws SystemError.
 void write_record(const FlightRecord& record, std::string_view reason, const std::string& dir);
 

@@ -68,16 +68,42 @@ Attempt::Attempt(const LaunchContext& context, int n_restarts, Nodes* nodes)
       placement_(nodes != nullptr ? nodes->placement()
                                   : single_node_layout(context.options.n_ranks, context.run_id)),
       generations_(context.options.n_ranks) {
-  const bool is_elastic = context.options.elastic.least > 0;
   World first{.job = std::make_unique<shared::Job>(context.options.n_ranks,
-                                                   context.options.env.tune, is_elastic),
-              .places = std::vector<int>(static_cast<std::size_t>(context.options.n_ranks))};
-  std::iota(first.places.begin(), first.places.end(), 0);
+                                                   context.options.env.tune, is_elastic()),
+              .places = {},
+              .first_rank = placement_.first_rank};
+  if (placement_.incarnation == 1) {
+    first.places.resize(static_cast<std::size_t>(context.options.n_ranks));
+    std::iota(first.places.begin(), first.places.end(), 0);
+  }
+  if (nodes != nullptr) {
+    first.job->set_world(placement_.first_rank, placement_.world_size, placement_.key);
+  }
   worlds_.emplace(0, std::move(first));
-  if (is_elastic) elastic_.emplace(context.options.n_ranks, context.options.elastic);
+  for (const int n_ranks : placement_.ranks_of) {
+    hosts_.insert(hosts_.end(), static_cast<std::size_t>(n_ranks), static_cast<int>(hosts_.size()));
+  }
+  if (!is_elastic()) return;
+  if (nodes != nullptr) {
+    take_lease();
+    // At the latest then node 0 knows of a lost node.
+    newest().job->set_time_of_verdict(NodeLease::at_node_0(context.options.elastic.lease) +
+                                      std::chrono::seconds(2));
+  }
+  if (placement_.node_rank != 0) return;
+  ElasticOptions options = context.options.elastic;
+  if (options.most == 0) options.most = placement_.world_size;
+  if (options.most > placement_.world_size || options.least > options.most) {
+    throw usage_error(fmt::format("--elastic is {}:{}, but the nodes have {} ranks", options.least,
+                                  options.most, placement_.world_size));
+  }
+  elastic_.emplace(placement_.ranks_of, options, Clock::now());
+  members_ = elastic_->ranks();
+  first_generation_of_.assign(members_.size(), 0);
+  has_process_.assign(members_.size(), true);
 }
 
-std::optional<int> Attempt::World::rank_of(int place) const {
+std::optional<int> Attempt::World::number_of(int place) const {
   const auto found = std::ranges::find(places, place);
   if (found == places.end()) return std::nullopt;
   return static_cast<int>(found - places.begin());
@@ -106,7 +132,7 @@ bool Attempt::over() const {
     return place.state == State::reaped;
   });
   // A user who interrupts twice does not wait for a reader that is blocked.
-  return all_reaped && (nodes_ == nullptr || nodes_->over()) &&
+  return all_reaped && (nodes_ == nullptr || nodes_->over() || has_left_) &&
          (context_.mux.idle() || (n_interrupts_ > 1 && context_.mux.stuck()));
 }
 
@@ -115,7 +141,7 @@ void Attempt::write_records() {
   const std::string& dir = *context_.options.env.record_dir;
   try {
     for (int place = 0; place < n_places(); ++place) {
-      if (const auto number = world_of(place).rank_of(place)) {
+      if (const auto number = world_of(place).number_of(place)) {
         world_of(place).job->write_record(*number, dir);
       }
     }
@@ -127,7 +153,8 @@ void Attempt::write_records() {
 
 void Attempt::warn_if_none_joined() {
   if (outcome_.exit_code != 0 || placement_.world_size == 1 || generations_.newest() > 0 ||
-      worlds_.at(0).job->has_joined_rank() || !links_lockstep(context_.program)) {
+      placement_.incarnation > 1 || worlds_.at(0).job->has_joined_rank() ||
+      !links_lockstep(context_.program)) {
     return;
   }
   print_line(
@@ -151,12 +178,17 @@ void Attempt::start_ranks() {
                                   placement_.world_size - 1));
   }
   std::vector<RankLogs> logs(static_cast<std::size_t>(options.n_ranks));
-  if (options.log_dir)
+  if (options.log_dir && placement_.incarnation == 1)
     logs = open_rank_logs(*options.log_dir, placement_.first_rank, options.n_ranks, n_restarts_);
 
   ProcessStarter starter(context_.guard, context_.signals);
   for (int place = 0; place < options.n_ranks; ++place) {
     places_.emplace_back();
+    if (placement_.incarnation > 1) {  // node 0 says which to start
+      at(place).state = State::reaped;
+      at(place).first_generation = std::nullopt;
+      continue;
+    }
     start_rank(place, std::move(logs[static_cast<std::size_t>(place)]), /*is_replacement=*/false,
                starter);
   }
@@ -216,8 +248,12 @@ void Attempt::wait_for_events() {
     next = std::min(next, place.deadline);
     if (place.address_request) next = std::min(next, place.address_request->end);
   }
-  if (elastic_ && phase_ == Phase::running) {
-    next = std::min({next, elastic_->wakes_at(), wakes_again_});
+  if (is_elastic() && phase_ == Phase::running) {
+    next = std::min(next, wakes_again_);
+    if (elastic_) next = std::min(next, elastic_->wakes_at());
+  }
+  if (nodes_ != nullptr && nodes_->idle_for() != milliseconds::max()) {
+    next = std::min(next, Clock::now() + nodes_->idle_for());
   }
   int timeout_ms = -1;
   if (next != Clock::time_point::max()) {
@@ -241,7 +277,6 @@ void Attempt::wait_for_events() {
   context_.mux.service(std::span(poll_entries_).subspan(n_before_mux));
   if (nodes_ != nullptr) {
     if (const auto failure = nodes_->service()) end_with(*failure);
-    for (RankAddress& address : nodes_->take_addresses()) addresses_.add(std::move(address));
   }
   for (int place = 0; place < n_places(); ++place) {
     if (poll_entries_[n_before_sockets + static_cast<std::size_t>(place)].revents != 0)
@@ -278,7 +313,11 @@ void Attempt::forward(const Signal& received) {
     return;
   }
   outcome_.interrupted = true;
-  if (nodes_ != nullptr) {
+  if (nodes_ != nullptr && is_elastic() && !elastic_) {
+    has_left_ = true;  // the others go on
+    if (outcome_.exit_code == 0 || outcome_.joins_again) outcome_.exit_code = 128 + signal;
+    outcome_.joins_again = false;
+  } else if (nodes_ != nullptr) {
     nodes_->report_failed({.exit_code = 128 + signal,
                            .interrupted = true,
                            .text = fmt::format("node {} was ended by {}", placement_.node_rank,
@@ -321,13 +360,13 @@ void Attempt::look_at(int place) {
   const int wait_status = wait_status_of(*ending);
   const bool was_rank = checked.first_generation.has_value();  // not a replacement that waits
   for (const auto& [generation, world] : worlds_) {
-    const auto number = was_rank ? world.rank_of(place) : std::nullopt;
+    const auto number = was_rank ? world.number_of(place) : std::nullopt;
     if (number) world.job->rank_ended(*number, wait_status);
   }
-  if (elastic_ && phase_ == Phase::running) {
+  if (is_elastic() && (phase_ == Phase::running || (has_left_ && !outcome_.joins_again))) {
     read_progress();
-    if (wait_status != 0) note_end(place, wait_status);
-    elastic_->ended(place, /*is_done=*/wait_status == 0, Clock::now());
+    NodeEvent event{.kind = NodeEvent::Kind::ended, .place = world_rank(place), .is_done = true};
+    tell_rule(wait_status == 0 ? event : note_end(place, wait_status));
   } else if (wait_status != 0 && !failed_) {
     report_failure(place, wait_status);
   }
@@ -373,7 +412,7 @@ std::string Attempt::name_of(int place) const {
 /// Describes the peer whose exit made this rank fail; empty if there is none.
 std::string Attempt::describe_leaver(int failed_place) const {
   const World& world = world_of(failed_place);
-  const auto failed = world.rank_of(failed_place);
+  const auto failed = world.number_of(failed_place);
   const auto left = failed ? world.job->rank_that_left_before(*failed) : std::nullopt;
   if (!left) return {};
   const int leaver = world.places[static_cast<std::size_t>(*left)];
@@ -393,17 +432,24 @@ void Attempt::end_with(const NodeFailure& failure) {
   phase_ = Phase::notified;
   phase_deadline_ = Clock::now() + kNotice;
   end_world(failure.text, failure.rank);
+  refuse_all(failure.text);
   print_line(failure.text + "; ending the ranks of this node");
 }
 
 int Attempt::world_rank(int place) const { return placement_.first_rank + place; }
 
+bool Attempt::is_here(int place) const {
+  return place >= placement_.first_rank && place < placement_.first_rank + n_places();
+}
+
 // --- going on after a loss --------------------------------------------------------------------
 
-void Attempt::note_end(int place, int wait_status) {
+/// Returns what the rule is told.
+NodeEvent Attempt::note_end(int place, int wait_status) {
   const Place& ended = at(place);
-  if (ended.is_late) return;
-  const auto number = newest().rank_of(place);
+  NodeEvent event{.kind = NodeEvent::Kind::ended, .place = world_rank(place)};
+  if (ended.is_late) return event;
+  const auto number = newest().number_of(place);
   const bool was_rank = number && ended.first_generation;
   const bool has_finished = was_rank && newest().job->has_finished(*number);
   const bool is_new =
@@ -417,25 +463,32 @@ void Attempt::note_end(int place, int wait_status) {
                          : !ended.first_generation ? ", before it was a rank of a world"
                                                    : ", after it had left the world"));
   if (has_finished && outcome_.exit_code == 0) outcome_.exit_code = exit_code_of(wait_status);
-  if (!was_rank || has_finished) return;
-  note_loss(place, newest().job->ending_of(*number), exit_code_of(wait_status));
-  if (!context_.options.env.record_dir) return;
+  if (!was_rank || has_finished) return event;
+  event.generation = generations_.newest();
+  event.why = newest().job->ending_of(*number);
+  event.exit_code = exit_code_of(wait_status);
+  if (!context_.options.env.record_dir) return event;
   try {  // now: the segment is gone when the next generation has formed
     newest().job->write_record(*number, *context_.options.env.record_dir);
   } catch (const SystemError& error) {
     print_line(error.what());
   }
+  return event;
 }
 
 // --- time -----------------------------------------------------------------------------------
 
 void Attempt::advance() {
+  if (nodes_ != nullptr && is_elastic()) take_lease();
   regroup();
   answer_addresses();
   for (int place = 0; place < n_places(); ++place) advance_rank(place);
-  if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
-      std::none_of(places_.begin(), places_.end(),
-                   [](const Place& place) { return place.state == State::running; })) {
+  if (nodes_ != nullptr && is_elastic()) {
+    const bool has_process = std::ranges::find(has_process_, true) != has_process_.end();
+    if (elastic_ && phase_ == Phase::running && elastic_->is_done() && !has_process) nodes_->end();
+  } else if (nodes_ != nullptr && !failed_ && phase_ == Phase::running &&
+             std::none_of(places_.begin(), places_.end(),
+                          [](const Place& place) { return place.state == State::running; })) {
     nodes_->report_done();
   }
   if (Clock::now() < phase_deadline_) return;
@@ -500,7 +553,7 @@ void Attempt::kill_ranks() {
 
 /// The process that has joined a world as this rank, or has asked for the next one, if it is alive.
 std::optional<pid_t> Attempt::process_of(int place) const {
-  const auto number = world_of(place).rank_of(place);
+  const auto number = world_of(place).number_of(place);
   const auto joined = number ? world_of(place).job->process_of(*number) : std::nullopt;
   if (joined) return joined;
   const std::optional<Request>& request = at(place).request;

@@ -19,6 +19,7 @@
 #include "run/foreground.hpp"
 #include "run/generations.hpp"
 #include "run/guard.hpp"
+#include "run/node_message.hpp"
 #include "run/nodes.hpp"
 #include "run/options.hpp"
 #include "run/output_mux.hpp"
@@ -44,6 +45,7 @@ struct LaunchContext {
 struct Outcome {
   int exit_code = 0;         ///< 0, or that of the first rank that failed; 128 + n for signal n
   bool interrupted = false;  ///< by a signal to the launcher
+  bool joins_again = false;  ///< node 0 was not heard in time; the job may go on
 };
 
 /// The ranks of one start, until all of them and all processes they started have ended.
@@ -64,7 +66,9 @@ struct Outcome {
 ///
 /// With --elastic a failure does not end the others: ElasticMembership says who are the ranks of
 /// the next generation of the world, and each generation has a segment of its own. A place, see
-/// ElasticMembership, is its process's rank in the first generation.
+/// ElasticMembership, is its process's rank in the first generation; here it has the number among
+/// those of this node. On several nodes that of node 0 has the rule: it tells the others what to do
+/// (NodeCommand), and they tell it what has happened (NodeEvent).
 class Attempt {
  public:
   /// `nodes`: the launchers on other machines; null if there are none.
@@ -108,6 +112,7 @@ class Attempt {
     std::optional<Request> request{};
     std::optional<AddressRequest> address_request{};
     std::optional<int> first_generation = 0;  ///< in which this process is a rank; none: it waits
+    int newest_generation = 0;                ///< that this process was chosen for; -1: none
     bool is_late = false;                     ///< it is killed, and counts as lost already
     base::UniqueFd joined{};  ///< pidfd of the process that joined, if it alone got a signal
     std::optional<int> signal_after{};  ///< that the rest of the group gets when `joined` has ended
@@ -117,10 +122,13 @@ class Attempt {
   };
   enum class Phase : std::uint8_t { running, notified, terminating, killing };
   struct World {
-    std::unique_ptr<shared::Job> job;
-    std::vector<int> places;  ///< by rank
-    /// The rank of a place there.
-    std::optional<int> rank_of(int place) const;
+    std::unique_ptr<shared::Job> job;  ///< of the ranks of this node
+    std::vector<int> places;           ///< by their number in `job`
+    int first_rank = 0;                ///< the rank of number 0
+    bool has_told_step = false;
+    std::vector<bool> has_told_finished{};  ///< by their number
+    /// The number of a place there.
+    std::optional<int> number_of(int place) const;
   };
 
   void start_ranks();
@@ -147,16 +155,34 @@ class Attempt {
   bool gets_stdin(int place) const;
   void look_at(int place);
   void report_failure(int place, int wait_status);
-  void note_end(int place, int wait_status);
+  NodeEvent note_end(int place, int wait_status);
   void read_progress();
-  void note_loss(int place, std::string_view why, int exit_code);
   void regroup();
-  bool replace(int place);
+  void wake_sleepers();
   void refuse_all(std::string_view why);
-  void form(const std::vector<int>& places);
+  void refuse_addresses(std::string_view why, int rank);
   void give_up(const std::string& why);
+  bool is_elastic() const { return context_.options.elastic.least > 0; }
+  // the rule, or where there is none, the way to it
+  void tell_rule(const NodeEvent& event);
+  void note_loss(const NodeEvent& event);
+  void decide();
+  void note_lost_node(int node);
+  NodeCommand choose(const std::vector<int>& places);
+  void tell(int node, const NodeCommand& command);
+  void tell_all(const NodeCommand& command);
+  // what it decides
+  void hear_nodes();
+  void admit_nodes();
+  void carry_out(const NodeCommand& command);
+  void replace(int place);
+  void kill_late(int place, const std::string& why);
+  void enter(const NodeCommand& command);
+  void take_lease();
+  void leave_job();
   World& newest() { return worlds_.at(generations_.newest()); }
   const World& world_of(int place) const { return worlds_.at(generations_.of(place)); }
+  bool is_here(int place) const;  ///< a place of the whole job
   std::string name_of(int place) const;
   std::string describe_leaver(int failed_place) const;
   void end_with(const NodeFailure& failure);
@@ -186,8 +212,18 @@ class Attempt {
   const RankLayout placement_;
   RankAddresses addresses_{placement_.world_size};
   Generations generations_;
-  std::map<int, World> worlds_;  // by generation
-  std::optional<ElasticMembership> elastic_;
+  std::map<int, World> worlds_;               // by generation
+  std::optional<ElasticMembership> elastic_;  // on node 0
+  NodeLease::Clock::time_point lease_{};
+  std::vector<int> hosts_;  // of the newest world: for each rank the first one on its node
+  int n_waiting_ = 0;       // replacements that wait for the next generation
+  int formed_ = 0;          // the newest generation of which all have given their addresses
+  bool has_left_ = false;   // this node, the job
+  // on node 0, of the newest generation and of all places of the job
+  std::vector<int> members_;  // places by rank
+  std::vector<std::optional<int>> first_generation_of_;
+  std::vector<bool> has_process_;     // by place of the job, as far as node 0 has heard
+  bool has_completed_step_ = false;   // any generation
   std::vector<shared::Lost> losses_;  // of ranks of elastic worlds
   std::optional<int> first_loss_;     // the exit code of the generation's first
   Clock::time_point wakes_again_ = Clock::time_point::max();

@@ -40,26 +40,37 @@ void Attempt::serve(int place) {
       if (phase_ != Phase::running) {
         return shared::refuse(socket.get(), question.number, 0, "it is ending");
       }
+      if (is_elastic() && (question.world != static_cast<std::uint64_t>(generations_.newest()) ||
+                           newest().job->is_over())) {
+        return shared::refuse(socket.get(), question.number, EOWNERDEAD,
+                              "its generation of the world is over");
+      }
       asking.address_request = AddressRequest{.number = question.number,
                                               .world = question.world,
                                               .end = Clock::now() + std::min(question.limit, kYear),
                                               .limit = question.limit};
-      give_address({.rank = world_rank(place), .world = question.world, .bytes = question.address});
+      give_address({.rank = newest().first_rank + newest().number_of(place).value_or(0),
+                    .world = question.world,
+                    .bytes = question.address});
+      if (is_elastic()) {
+        tell_rule({.kind = NodeEvent::Kind::gave_address,
+                   .place = world_rank(place),
+                   .generation = generations_.newest()});
+      }
       return;
   }
-  if (elastic_) {
+  if (is_elastic()) {
     if (phase_ != Phase::running)
       return shared::refuse(socket.get(), question.number, 0, "it is ending");
     read_progress();
     asking.request = Request{.number = question.number,
                              .process = process_of(place),
                              .last_generation = last_generation_of(question),
-                             .is_pending = elastic_->asked(place, question.limit, Clock::now())};
-    if (!asking.request->is_pending) {
-      shared::refuse(socket.get(), question.number, 0,
-                     "this rank left its world, and the others went on without it");
-    }
-    return;
+                             .is_pending = true};
+    return tell_rule({.kind = NodeEvent::Kind::asked,
+                      .place = world_rank(place),
+                      .generation = asking.newest_generation,
+                      .limit = question.limit});
   }
   try {
     answer(place, question.number);
@@ -75,7 +86,8 @@ void Attempt::answer(int place, std::uint64_t number) {
   const World& last = newest();
   const int next = generations_.next_of(place, last.job->has_rank_left());
   if (!worlds_.contains(next)) {
-    worlds_.emplace(next, World{.job = last.job->next(), .places = last.places});
+    worlds_.emplace(
+        next, World{.job = last.job->next(), .places = last.places, .first_rank = last.first_rank});
   }
   asking.request = Request{.number = number,
                            .process = process_of(place),
@@ -83,7 +95,10 @@ void Attempt::answer(int place, std::uint64_t number) {
                            .is_pending = false};
   generations_.enter(place, next);
   shared::answer(asking.socket.get(), number, worlds_.at(next).job->fd(),
-                 {.rank = place, .size = context_.options.n_ranks});
+                 {.rank = place,
+                  .size = context_.options.n_ranks,
+                  .world_rank = world_rank(place),
+                  .world_size = placement_.world_size});
   worlds_.erase(worlds_.begin(), worlds_.lower_bound(generations_.oldest()));
 }
 
@@ -93,18 +108,29 @@ void Attempt::give_address(const RankAddress& address) {
 }
 
 void Attempt::answer_addresses() {
+  if (nodes_ != nullptr) {
+    // After the choice of the generation that they are of.
+    for (RankAddress& address : nodes_->take_addresses()) {
+      const auto newest = static_cast<std::uint64_t>(generations_.newest());
+      if (!is_elastic() || address.world == newest) addresses_.add(std::move(address));
+    }
+  }
   std::map<std::uint64_t, base::UniqueFd> memory_of;  // by world
   for (int number = 0; number < n_places(); ++number) {
     Place& place = at(number);
     if (!place.address_request) continue;
     const AddressRequest request = *place.address_request;
     const int socket = place.socket.get();
-    if (addresses_.are_known(request.world)) try {
+    const bool has_formed = !is_elastic() || request.world <= static_cast<std::uint64_t>(formed_);
+    if (has_formed && addresses_.are_known(request.world)) try {
         base::UniqueFd& memory = memory_of[request.world];
         if (!memory) {
-          memory = shared::make_memory_of({.by_rank = addresses_.of(request.world),
-                                           .n_cores = base::n_usable_cores(),
-                                           .key = placement_.key});
+          memory = shared::make_memory_of(
+              {.by_rank = addresses_.of(request.world),
+               .hosts = hosts_,
+               .n_cores = base::n_usable_cores(),
+               // A message of another world is none of this one.
+               .key = placement_.key + static_cast<std::uint32_t>(request.world)});
         }
         shared::answer_addresses(socket, request.number, memory.get());
       } catch (const SystemError& error) {
@@ -113,9 +139,11 @@ void Attempt::answer_addresses() {
     else if (Clock::now() >= request.end) {
       shared::refuse(socket, request.number, ETIMEDOUT,
                      fmt::format("{} of {} did not call init_dist within {:g} s",
-                                 list_of(addresses_.missing(request.world)), placement_.world_size,
+                                 list_of(addresses_.missing(request.world)), hosts_.size(),
                                  seconds(request.limit)));
-      give_address({.rank = world_rank(number), .world = request.world, .bytes = {}});
+      give_address({.rank = newest().first_rank + newest().number_of(number).value_or(0),
+                    .world = request.world,
+                    .bytes = {}});
     } else {
       continue;
     }
@@ -130,8 +158,14 @@ void Attempt::answer_addresses() {
 }
 
 void Attempt::end_world(std::string_view why, int rank) {
-  shared::Job& job = *newest().job;
-  if (nodes_ != nullptr || job.has_joined_other_engine()) job.end_generation(why, rank);
+  for (const auto& [number, world] : worlds_) {
+    const bool is_watched = nodes_ != nullptr || world.job->has_joined_other_engine();
+    if (is_watched) world.job->end_generation(why, rank);
+  }
+  refuse_addresses(why, rank);
+}
+
+void Attempt::refuse_addresses(std::string_view why, int rank) {
   for (Place& place : places_) {  // that have not joined yet
     if (!place.address_request) continue;
     shared::refuse(place.socket.get(), place.address_request->number, EOWNERDEAD, why, rank);

@@ -42,6 +42,11 @@ int ElasticMembership::count(std::initializer_list<State> states) const {
   }));
 }
 
+bool ElasticMembership::is_done() const {
+  return count({State::rank, State::regrouping, State::late, State::starting, State::waiting,
+                State::scheduled}) == 0;
+}
+
 int ElasticMembership::n_waiting() const { return count({State::waiting}); }
 
 bool ElasticMembership::asked(int place, milliseconds limit, Clock::time_point now) {
@@ -160,6 +165,11 @@ ElasticMembership::Reply ElasticMembership::report(const NodeEvent& event, Clock
       node_of(event.place) != event.node) {
     return Reply::none;
   }
+  return happened(event, now);
+}
+
+ElasticMembership::Reply ElasticMembership::happened(const NodeEvent& event,
+                                                     Clock::time_point now) {
   Place& place = places_[static_cast<std::size_t>(event.place)];
   const bool is_newest = event.generation == generation_;
   switch (event.kind) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "run/node_lease.hpp"
 #include "run/options.hpp"
 
 namespace lockstep::run {
@@ -28,8 +29,12 @@ struct NodeEvent {
   int place = -1;
   /// The newest generation of the place that its node was told of; -1: none.
   int generation = -1;
-  bool is_done = false;               ///< of ended
-  std::chrono::milliseconds limit{};  ///< of asked
+  bool is_done = false;                 ///< of ended
+  std::chrono::milliseconds limit{};    ///< of asked
+  NodeLease::Clock::time_point sent{};  ///< of heartbeat, by its node's clock
+  /// Of ended, if the place was a rank of the generation: how, for texts, and the exit code.
+  std::string why{};
+  int exit_code = 0;
 };
 
 /// Which processes are the ranks of each generation of an elastic world: the rule of
@@ -91,6 +96,8 @@ class ElasticMembership {
   /// A message has arrived. Those of former incarnations, those that have come before, and what
   /// was said of former generations are ignored.
   Reply report(const NodeEvent& event, Clock::time_point now);
+  /// The same of a place of node 0, whose launcher says it itself.
+  Reply happened(const NodeEvent& event, Clock::time_point now);
 
   // --- what follows
 
@@ -117,6 +124,8 @@ class ElasticMembership {
   /// When advance() has something to do without an event; max(): never.
   Clock::time_point wakes_at() const;
 
+  /// Whether no process runs that may be a rank, and none will.
+  bool is_done() const;
   /// Replacements that have asked, and wait for the next generation.
   int n_waiting() const;
   const std::vector<int>& ranks() const { return ranks_; }  ///< places of the generation, by rank

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include "base/boot_clock.hpp"
 #include "base/fd.hpp"
 #include "run/child_group.hpp"
 
@@ -17,7 +18,8 @@ namespace lockstep::run {
 /// exec, by a rank. A rank writes its own id before its exec, so before it can start anything. The
 /// launcher writes the negated id before it reaps the rank, so before the kernel can reuse the id.
 /// At end of file the guard kills what is left on its list: nothing if the launcher exited
-/// normally.
+/// normally. It does so too when the lease of the launcher's node has run out (NodeLease), also if
+/// the launcher is stopped.
 class Guard {
  public:
   /// Returns when the guard guards. Throws SystemError.
@@ -30,6 +32,7 @@ class Guard {
   /// Writes the process group id of the caller, a group leader. Async-signal-safe.
   void add_own_group() const noexcept;
   void remove_group(pid_t group) const noexcept;
+  void set_lease(base::BootClock::time_point until) const noexcept;
 
  private:
   base::UniqueFd channel_;

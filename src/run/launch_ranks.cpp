@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstdint>
 #include <optional>
 #include <random>
 #include <string>
@@ -80,23 +81,27 @@ int launch_ranks(const Options& options) {
   }
   const LaunchContext context{options,    program, draw_run_id(), std::move(cores),
                               open_files, guard,   signals,       mux};
-  for (int n_restarts = 0;; ++n_restarts) {
+  std::uint32_t left_job = 0;
+  for (int n_restarts = 0;;) {
     std::optional<Nodes> nodes;
     if (options.nodes.n_nodes > 1) {
       try {
-        nodes.emplace(options.nodes, options.n_ranks, n_restarts, context.run_id, signals);
+        nodes.emplace(options, n_restarts, context.run_id, signals, left_job);
       } catch (const Interrupted& interrupted) {
         return 128 + interrupted.signal;
       }
     }
     const Outcome outcome = Attempt(context, n_restarts, nodes ? &*nodes : nullptr).run();
+    left_job = outcome.joins_again ? nodes->placement().key : 0;
+    if (outcome.joins_again) continue;
     const bool again =
         outcome.exit_code != 0 && !outcome.interrupted && n_restarts < options.max_restarts;
     if (!again) {
       if (outcome.exit_code != 0 || mux.write_error() == 0) return outcome.exit_code;
       return mux.write_error() == EPIPE ? 128 + SIGPIPE : 1;
     }
-    mux.print_line(fmt::format("restart {} of {}: starting all {} ranks again", n_restarts + 1,
+    ++n_restarts;
+    mux.print_line(fmt::format("restart {} of {}: starting all {} ranks again", n_restarts,
                                options.max_restarts, options.n_ranks));
   }
 }

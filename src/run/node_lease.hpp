@@ -2,7 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <lockstep/detail/time_limit.hpp>
+
+#include "base/boot_clock.hpp"
 
 namespace lockstep::run {
 
@@ -18,8 +19,7 @@ namespace lockstep::run {
 /// stopped. The launcher then closes its link and asks to join as a new incarnation.
 class NodeLease {
  public:
-  /// Real time: a job of several nodes is never stopped.
-  using Clock = detail::JobClock;
+  using Clock = base::BootClock;
 
   explicit NodeLease(std::chrono::milliseconds length) : length_(length) {}
 

@@ -14,13 +14,17 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <climits>
 #include <csignal>
 #include <cstring>
 #include <lockstep/error.hpp>
+#include <numeric>
 #include <random>
+#include <span>
 #include <string_view>
 #include <utility>
 
+#include "base/boot_clock.hpp"
 #include "base/fd.hpp"
 #include "base/patience.hpp"
 #include "run/errors.hpp"
@@ -184,7 +188,15 @@ std::string interface_of(int fd) {
 /// One connection: sends and receives complete messages.
 class Link {
  public:
-  explicit Link(base::UniqueFd fd) : fd_(std::move(fd)) { enable_keepalive(fd_.get()); }
+  /// Of node 0, or not identified yet.
+  explicit Link(base::UniqueFd fd, bool is_known = false) : fd_(std::move(fd)) {
+    enable_keepalive(fd_.get());
+    reader_.accepts_body = is_known;
+  }
+  void identify(int node) {
+    node_rank = node;
+    reader_.accepts_body = true;
+  }
 
   int fd() const { return fd_.get(); }
   bool is_open() const { return static_cast<bool>(fd_); }
@@ -202,9 +214,10 @@ class Link {
   }
 
   /// Sends it at once if the connection takes it, and otherwise with send_rest().
-  void send(const NodeMessage& message) {
+  void send(const NodeMessage& message, std::string_view body = {}) {
     if (!fd_) return;
     unsent_.append(reinterpret_cast<const char*>(&message), sizeof message);
+    unsent_.append(body);
     send_rest();
   }
   void send_rest() {
@@ -222,13 +235,14 @@ class Link {
 
   /// The next message, without waiting; of another protocol version: only its head is valid. Closes
   /// the link if the peer closed it or is not lockstep.
-  std::optional<NodeMessage> receive() {
+  std::optional<ReceivedMessage> receive() {
     for (;;) {
       if (auto message = reader_.next()) return message;
       if (reader_.is_foreign()) close();
       if (!fd_) return std::nullopt;
       std::array<char, sizeof(NodeMessage)> bytes;
-      const ssize_t n = ::recv(fd_.get(), bytes.data(), reader_.n_wanted(), 0);
+      const ssize_t n =
+          ::recv(fd_.get(), bytes.data(), std::min(reader_.n_wanted(), bytes.size()), 0);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0 && errno == EAGAIN) return std::nullopt;
       if (n <= 0) {
@@ -243,6 +257,8 @@ class Link {
   int node_rank = -1;  ///< of the other end; -1: not identified yet
   int n_ranks = 0;
   bool is_done = false;
+  bool is_joining = false;  ///< of an elastic job that runs: asks to be a member
+  int incarnation = 1;      ///< that node 0 has given it
 
  private:
   base::UniqueFd fd_;
@@ -292,27 +308,35 @@ RankLayout single_node_layout(int n_ranks, const std::string& run_id) {
   RankLayout placement;
   placement.run_id = run_id;
   placement.world_size = n_ranks;
+  placement.ranks_of = {n_ranks};
   placement.master_addr = "127.0.0.1";
   choose_master_port(placement);
   return placement;
 }
 
-Nodes::Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std::string& run_id,
-             const Signals& signals)
-    : options_(options),
-      address_(fmt::format("{}:{}", options.host, options.port)),
-      deadline_(Clock::now() + options.timeout) {
+Nodes::Nodes(const Options& options, int n_restarts, const std::string& run_id,
+             const Signals& signals, std::uint32_t left_job)
+    : options_(options.nodes),
+      elastic_(options.elastic),
+      n_ranks_(options.n_ranks),
+      left_job_(left_job),
+      limit_(left_job != 0 ? elastic_.start_limit : options_.timeout),
+      address_(fmt::format("{}:{}", options_.host, options_.port)),
+      deadline_(Clock::now() + limit_),
+      lease_(elastic_.lease) {
   placement_.node_rank = options_.node_rank;
   placement_.n_nodes = options_.n_nodes;
   placement_.run_id = run_id;
   placement_.master_addr = options_.host;
   options_.has_ucx = internal::has_ucx();
+  if (is_elastic() && !options_.has_ucx) {
+    throw usage_error(
+        "--elastic over several nodes needs the module liblockstep-ucx.so (lockstep-ucx)");
+  }
   if (options_.node_rank == 0) {
-    accept_nodes(signals, n_ranks, n_restarts);
+    accept_nodes(signals, n_restarts);
   } else {
-    connect_to_node_0(signals);
-    placement_ =
-        parse_layout(greet_node_0(signals, n_ranks, n_restarts), options_, address_, n_ranks);
+    join_node_0(signals, n_restarts);
   }
   if (!links_.empty()) placement_.interface = interface_of(links_.front()->fd());
 }
@@ -328,8 +352,23 @@ Nodes::~Nodes() {
   }
 }
 
+/// A node that was a member asks until its limit, however often its link breaks.
+void Nodes::join_node_0(const Signals& signals, int n_restarts) {
+  while (true) try {
+      connect_to_node_0(signals);
+      placement_ = parse_layout(greet_node_0(signals, n_restarts), options_, address_, n_ranks_);
+      if (is_elastic()) wait_for_lease(signals);
+      return;
+    } catch (const Closed& closed) {
+      if (left_job_ == 0 || Clock::now() > deadline_) {
+        throw PeerLost(launcher_context(), closed.text);
+      }
+      links_.clear();
+    }
+}
+
 std::string Nodes::limit() const {
-  return fmt::format("{:g} s", std::chrono::duration<double>(options_.timeout).count());
+  return fmt::format("{:g} s", std::chrono::duration<double>(limit_).count());
 }
 
 void Nodes::reject_all(const std::string& text) {
@@ -345,23 +384,23 @@ void Nodes::reject(Link& link, const std::string& text) {
 
 // --- bootstrap ------------------------------------------------------------------------------
 
-void Nodes::accept_nodes(const Signals& signals, int n_ranks, int n_restarts) {
-  const base::UniqueFd listener = listen_at(options_);
-  if (!listener) {
+void Nodes::accept_nodes(const Signals& signals, int n_restarts) {
+  listener_ = listen_at(options_);
+  if (!listener_) {
     throw system_error(fmt::format(
         "node 0 cannot listen at {}; --rdzv must be an address of node 0's machine and a "
         "port that is free there",
         address_));
   }
   std::vector<int> ranks_of(static_cast<std::size_t>(options_.n_nodes), 0);
-  ranks_of[0] = n_ranks;
+  ranks_of[0] = n_ranks_;
   while (std::find(ranks_of.begin(), ranks_of.end(), 0) != ranks_of.end()) {
-    std::vector<pollfd> entries{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
+    std::vector<pollfd> entries;
     append_to(entries);
     poll_or_interrupt(entries, deadline_, signals);
-    const int shortage = accept_pending(listener.get(), links_);
+    const int shortage = accept_pending(listener_.get(), links_);
     for (const auto& link : links_) {
-      if (const auto hello = link->receive()) join(*link, *hello, n_restarts, ranks_of);
+      if (const auto hello = link->receive()) join(*link, hello->message, n_restarts, ranks_of);
       if (link->is_open() || link->node_rank < 0) continue;
       ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may connect again
     }
@@ -369,18 +408,31 @@ void Nodes::accept_nodes(const Signals& signals, int n_ranks, int n_restarts) {
     if (Clock::now() > deadline_) fail_missing(ranks_of);
   }
   std::erase_if(links_, [](const auto& link) { return link->node_rank < 0; });
-  send_layout(ranks_of);
+  if (!is_elastic()) listener_.reset();
+  send_layout(std::move(ranks_of));
+}
+
+HelloReply Nodes::reply_to(const NodeMessage& hello, int n_restarts,
+                           const std::vector<int>& ranks_of) const {
+  HelloReply reply = validate_hello(hello, options_, elastic_, address_, n_restarts, ranks_of);
+  if (reply.action == HelloReply::Action::join && hello.key != 0 && hello.key != placement_.key) {
+    reply = {.action = HelloReply::Action::reject,
+             .text = fmt::format("the job of node {} has ended; at {} is another one",
+                                 hello.node_rank, address_)};
+  }
+  return reply;
 }
 
 void Nodes::join(Link& link, const NodeMessage& hello, int n_restarts, std::vector<int>& ranks_of) {
-  const HelloReply reply = validate_hello(hello, options_, address_, n_restarts, ranks_of);
+  const HelloReply reply = reply_to(hello, n_restarts, ranks_of);
   switch (reply.action) {
     case HelloReply::Action::ignore: link.close(); return;
     case HelloReply::Action::reject: reject(link, reply.text); return;
     case HelloReply::Action::reject_all: reject_all(reply.text);
     case HelloReply::Action::join: break;
   }
-  link.node_rank = hello.node_rank;
+  link.identify(hello.node_rank);
+  host_names_[hello.node_rank] = text_of(hello);
   link.n_ranks = hello.n_ranks;
   ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
   // The report of missing nodes must arrive before any node's timeout.
@@ -390,14 +442,16 @@ void Nodes::join(Link& link, const NodeMessage& hello, int n_restarts, std::vect
 void Nodes::drop_links(int shortage) {
   auto n_unidentified = static_cast<std::size_t>(std::ranges::count_if(
       links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
-  if (shortage != 0 && n_unidentified == 0) {
+  const bool runs = placement_.world_size > 0;
+  if (shortage != 0 && n_unidentified == 0 && !runs) {
     errno = shortage;
     throw system_error(
         fmt::format("node 0 cannot accept another node at {}: raise the limit of open files "
                     "(ulimit -n)",
                     address_));
   }
-  const std::size_t most = shortage == 0 ? kMaxUnidentified : n_unidentified - 1;
+  const std::size_t most =
+      shortage == 0 ? kMaxUnidentified : std::max<std::size_t>(n_unidentified, 1) - 1;
   std::erase_if(links_, [&](const auto& link) {
     if (link->is_open() && (link->node_rank >= 0 || n_unidentified <= most)) return false;
     if (link->is_open()) --n_unidentified;
@@ -419,22 +473,57 @@ void Nodes::fail_missing(const std::vector<int>& ranks_of) {
   throw TimeoutError(launcher_context(), text);
 }
 
-void Nodes::send_layout(const std::vector<int>& ranks_of) {
+void Nodes::send_layout(std::vector<int> ranks_of) {
   choose_master_port(placement_);
+  placement_.key = std::random_device{}();
+  placement_.world_size = std::accumulate(ranks_of.begin(), ranks_of.end(), 0);
+  placement_.ranks_of = std::move(ranks_of);
+  for (const auto& link : links_) send_layout_to(*link);
+}
+
+void Nodes::send_layout_to(Link& link) {
   NodeMessage placed(Kind::placed, placement_.run_id);
   placed.set_secret(options_.secret);
   placed.master_port = placement_.master_port;
-  placement_.key = std::random_device{}();
   placed.key = placement_.key;
-  for (const int n : ranks_of) placed.world_size += n;
-  placement_.world_size = placed.world_size;
+  placed.world_size = placement_.world_size;
+  const std::span<const int> ranks_of = placement_.ranks_of;
+  const auto before = ranks_of.first(static_cast<std::size_t>(link.node_rank));
+  placed.first_rank = std::accumulate(before.begin(), before.end(), 0);
+  placed.incarnation = link.incarnation;
+  placed.n_body_bytes = static_cast<std::uint32_t>(ranks_of.size_bytes());
+  link.send(placed, body_of(ranks_of));
+}
+
+void Nodes::accept_again() {
+  const int shortage = accept_pending(listener_.get(), links_);
   for (const auto& link : links_) {
-    placed.first_rank = 0;
-    for (int node = 0; node < link->node_rank; ++node) {
-      placed.first_rank += ranks_of[static_cast<std::size_t>(node)];
+    if (link->node_rank >= 0 && !link->is_joining) continue;
+    const auto received = link->receive();
+    if (!received || link->is_joining) continue;
+    const NodeMessage& hello = received->message;
+    std::vector<int> ranks_of = placement_.ranks_of;
+    const bool is_node = hello.node_rank > 0 && hello.node_rank < options_.n_nodes;
+    const int n_ranks =
+        is_node ? std::exchange(ranks_of[static_cast<std::size_t>(hello.node_rank)], 0) : 0;
+    HelloReply reply = reply_to(hello, /*n_restarts=*/0, ranks_of);
+    if (reply.action == HelloReply::Action::join && hello.n_ranks != n_ranks) {
+      reply = {.action = HelloReply::Action::reject,
+               .text = fmt::format("node {} had {} ranks, and returns to {} with {}",
+                                   hello.node_rank, n_ranks, address_, hello.n_ranks)};
     }
-    link->send(placed);
+    switch (reply.action) {
+      case HelloReply::Action::ignore: link->close(); break;
+      case HelloReply::Action::reject:
+      case HelloReply::Action::reject_all: reject(*link, reply.text); break;
+      case HelloReply::Action::join:
+        link->identify(hello.node_rank);
+        host_names_[hello.node_rank] = text_of(hello);
+        link->is_joining = true;
+        break;
+    }
   }
+  drop_links(shortage);
 }
 
 void Nodes::connect_to_node_0(const Signals& signals) {
@@ -445,6 +534,10 @@ void Nodes::connect_to_node_0(const Signals& signals) {
     const int error_number = connect(fd.get(), *address, deadline_, signals);
     if (error_number == 0) break;
     fd.reset();
+    if (left_job_ != 0 && error_number == ECONNREFUSED) {
+      throw PeerLost(launcher_context(),
+                     fmt::format("node 0 is lost: its `lockstep run` at {} has ended", address_));
+    }
     if (Clock::now() > deadline_) {
       throw TimeoutError(
           launcher_context(),
@@ -455,32 +548,37 @@ void Nodes::connect_to_node_0(const Signals& signals) {
     poll_or_interrupt({}, std::min(deadline_, Clock::now() + kRetryEvery), signals);
     address = address->ai_next != nullptr ? address->ai_next : addresses.get();
   }
-  links_.push_back(std::make_unique<Link>(std::move(fd)));
+  links_.push_back(std::make_unique<Link>(std::move(fd), /*is_known=*/true));
   links_.front()->node_rank = 0;
 }
 
 /// Returns node 0's reply.
-NodeMessage Nodes::greet_node_0(const Signals& signals, int n_ranks, int n_restarts) {
+ReceivedMessage Nodes::greet_node_0(const Signals& signals, int n_restarts) {
   Link& link = *links_.front();
-  NodeMessage hello;
+  std::array<char, HOST_NAME_MAX + 1> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  NodeMessage hello(Kind::hello, name.data());
   hello.node_rank = options_.node_rank;
   hello.n_nodes = options_.n_nodes;
-  hello.n_ranks = n_ranks;
+  hello.n_ranks = n_ranks_;
+  hello.least = elastic_.least;
+  hello.most = elastic_.most;
+  hello.lease_ms = elastic_.lease.count();
   hello.n_restarts = n_restarts;
+  hello.key = left_job_;
   hello.has_ucx = options_.has_ucx ? 1 : 0;
   hello.set_secret(options_.secret);
   hello.timeout_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
   link.send(hello);
-  std::optional<NodeMessage> reply;
+  std::optional<ReceivedMessage> reply;
   while (!(reply = link.receive())) {
     if (!link.is_open()) {
-      throw PeerLost(
-          launcher_context(),
+      throw Closed{
           fmt::format("{} {}", address_,
                       link.is_foreign()
                           ? "answers, but not as `lockstep run --node-rank 0`; --rdzv takes a port "
                             "that no other program uses"
-                          : "closed the connection: node 0 ended, or rejected this node"));
+                          : "closed the connection: node 0 ended, or rejected this node")};
     }
     if (Clock::now() > deadline_ + base::patience::kLeadersReport) {
       throw TimeoutError(launcher_context(),
@@ -495,6 +593,7 @@ NodeMessage Nodes::greet_node_0(const Signals& signals, int n_ranks, int n_resta
 // --- running --------------------------------------------------------------------------------
 
 void Nodes::append_to(std::vector<pollfd>& entries) const {
+  if (listener_) entries.push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
   for (const auto& link : links_) {
     const auto events = static_cast<short>(POLLIN | (link->has_unsent() ? POLLOUT : 0));
     if (link->is_open()) entries.push_back({.fd = link->fd(), .events = events, .revents = 0});
@@ -502,13 +601,34 @@ void Nodes::append_to(std::vector<pollfd>& entries) const {
 }
 
 std::optional<NodeFailure> Nodes::service() {
+  if (is_elastic() && !over_) {
+    if (placement_.node_rank == 0) {
+      accept_again();
+    } else {
+      beat();
+    }
+  }
   for (const auto& link : links_) {
     if (!link->is_open()) continue;
     link->send_rest();
-    while (const auto message = link->receive()) {
+    if (link->node_rank < 0 || link->is_joining) continue;
+    while (const auto received = link->receive()) {
+      const NodeMessage* const message = &received->message;
+      if (message->kind == Kind::event && placement_.node_rank == 0) {
+        auto event = read_event(*message, link->node_rank);
+        if (event) events_.push_back(std::move(*event));
+      }
+      if (message->kind == Kind::command && placement_.node_rank != 0) {
+        auto command = read_command(*received);
+        if (command && command->kind == NodeCommand::Kind::echo) {
+          lease_.echoed(command->sent);
+        } else if (command) {
+          commands_.push_back(std::move(*command));
+        }
+      }
       if (message->kind == Kind::address) {
         addresses_.push_back(read_address(*message));
-        if (placement_.node_rank == 0) relay(*message, *link);
+        if (placement_.node_rank == 0) send_to_members(*message, /*but=*/link.get());
       }
       if (message->kind == Kind::failed && !over_) {
         const NodeFailure failure = read_failed(*message);
@@ -521,7 +641,8 @@ std::optional<NodeFailure> Nodes::service() {
         finish_if_all_done();
       }
     }
-    if (link->is_open() || over_) continue;
+    // In an elastic job the ranks of a node may run until its lease has run out.
+    if (link->is_open() || over_ || is_elastic()) continue;
     const NodeFailure failure{
         .exit_code = 1,
         .interrupted = false,
@@ -533,13 +654,11 @@ std::optional<NodeFailure> Nodes::service() {
   return std::nullopt;
 }
 
-void Nodes::send(const RankAddress& address) {
-  for (const auto& link : links_) link->send(message_of(address));
-}
+void Nodes::send(const RankAddress& address) { send_to_members(message_of(address)); }
 
-void Nodes::relay(const NodeMessage& message, const Link& from) {
+void Nodes::send_to_members(const NodeMessage& message, const Link* but) {
   for (const auto& link : links_) {
-    if (link.get() != &from) link->send(message);
+    if (link.get() != but && link->node_rank >= 0 && !link->is_joining) link->send(message);
   }
 }
 
@@ -557,7 +676,13 @@ void Nodes::report_done() {
 void Nodes::finish_if_all_done() {
   if (placement_.node_rank != 0 || n_done_ < options_.n_nodes) return;
   over_ = true;
-  for (const auto& link : links_) link->send(NodeMessage(Kind::all_done));
+  send_to_members(NodeMessage(Kind::all_done));
+  reject_joining("the job has ended");
+}
+
+void Nodes::end() {
+  n_done_ = options_.n_nodes;
+  finish_if_all_done();
 }
 
 void Nodes::report_failed(const NodeFailure& failure) {
@@ -567,7 +692,99 @@ void Nodes::report_failed(const NodeFailure& failure) {
   message.exit_code = failure.exit_code;
   message.interrupted = failure.interrupted ? 1 : 0;
   message.rank = failure.rank;
-  for (const auto& link : links_) link->send(message);
+  send_to_members(message);
+  reject_joining("the job has ended: " + failure.text);
+}
+
+void Nodes::reject_joining(const std::string& text) {
+  for (const auto& link : links_) {
+    if (link->is_joining) link->send(NodeMessage(Kind::rejected, text));
+  }
+}
+
+// --- an elastic job ---------------------------------------------------------------------------
+
+Link* Nodes::link_of(int node) const {
+  const auto found = std::ranges::find_if(
+      links_, [&](const auto& link) { return link->node_rank == node && !link->is_joining; });
+  return found == links_.end() ? nullptr : found->get();
+}
+
+std::vector<int> Nodes::joining() const {
+  std::vector<int> nodes;
+  for (const auto& link : links_) {
+    if (link->is_joining && link->is_open()) nodes.push_back(link->node_rank);
+  }
+  return nodes;
+}
+
+void Nodes::welcome(int node, int incarnation) {
+  drop(node);
+  for (const auto& link : links_) {
+    if (link->node_rank != node || !std::exchange(link->is_joining, false)) continue;
+    link->incarnation = incarnation;
+    return send_layout_to(*link);
+  }
+}
+
+void Nodes::drop(int node) {
+  std::erase_if(links_,
+                [&](const auto& link) { return link->node_rank == node && !link->is_joining; });
+}
+
+void Nodes::send(int node, const NodeCommand& command) {
+  Link* const link = link_of(node);
+  if (link == nullptr) return;
+  const ReceivedMessage sent = message_of(command);
+  link->send(sent.message, sent.body);
+}
+
+std::string Nodes::name_of(int node) const {
+  return fmt::format("node {} ({})", node, host_names_.at(node));
+}
+
+void Nodes::report(NodeEvent event) {
+  NodeMessage message = message_of(event);
+  message.incarnation = placement_.incarnation;
+  message.number = ++n_reports_;
+  links_.front()->send(message);
+}
+
+void Nodes::beat() {
+  if (Clock::now() < next_beat_) return;
+  next_beat_ = Clock::now() + elastic_.lease / 5;
+  report({.kind = NodeEvent::Kind::heartbeat, .sent = base::BootClock::now()});
+}
+
+std::vector<NodeCommand> Nodes::take_commands() { return std::exchange(commands_, {}); }
+
+bool Nodes::is_cut_off() const {
+  return is_elastic() && placement_.node_rank != 0 && !over_ &&
+         (!links_.front()->is_open() || lease_.has_run_out(base::BootClock::now()));
+}
+
+milliseconds Nodes::idle_for() const {
+  if (!is_elastic() || placement_.node_rank == 0 || over_) return milliseconds::max();
+  return std::max(std::chrono::ceil<milliseconds>(next_beat_ - Clock::now()), milliseconds(0));
+}
+
+/// Ranks may run only with a lease: see NodeLease.
+void Nodes::wait_for_lease(const Signals& signals) {
+  deadline_ = std::max(deadline_, Clock::now() + elastic_.lease);
+  while (lease_.has_run_out(base::BootClock::now())) {
+    std::vector<pollfd> entries;
+    append_to(entries);
+    poll_or_interrupt(entries, std::min(deadline_, next_beat_), signals);
+    const auto failure = service();
+    if (failure) throw PeerLost(launcher_context(), failure->text);
+    if (!links_.front()->is_open()) {
+      throw Closed{fmt::format("node 0 at {} closed the connection", address_)};
+    }
+    if (Clock::now() > deadline_) {
+      throw TimeoutError(launcher_context(),
+                         fmt::format("node 0 at {} does not answer within {}", address_, limit()));
+    }
+  }
 }
 
 }  // namespace lockstep::run

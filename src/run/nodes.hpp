@@ -4,13 +4,18 @@
 
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/fd.hpp"
+#include "run/elastic_membership.hpp"
+#include "run/node_lease.hpp"
 #include "run/options.hpp"
+#include "run/rank_layout.hpp"
 #include "run/signals.hpp"
 
 namespace lockstep::run {
@@ -18,39 +23,8 @@ namespace lockstep::run {
 /// Limit of unidentified connections; the oldest are dropped.
 inline constexpr std::size_t kMaxUnidentified = 256;
 
-/// Position of one launcher's ranks in their world.
-struct RankLayout {
-  int node_rank = 0;
-  int n_nodes = 1;
-  int first_rank = 0;
-  int world_size = 0;
-  std::string master_addr;
-  std::uint16_t master_port = 0;
-  std::string run_id;     ///< TORCHELASTIC_RUN_ID: the same on all nodes and after a restart
-  std::uint32_t key = 0;  ///< of several nodes: the same on all, and hardly in another job
-  /// The network interface over which the nodes reached each other; empty: one node, or unknown.
-  std::string interface {};
-  /// Holds the port until rank 0 listens on it: see choose_master_port. Null: the user's port.
-  std::shared_ptr<const base::UniqueFd> port_holder = nullptr;
-};
-
 /// A launcher's world on one machine. Throws what choose_master_port throws.
 RankLayout single_node_layout(int n_ranks, const std::string& run_id);
-
-/// Why a failure on another node ends this node's ranks.
-struct NodeFailure {
-  int exit_code;
-  bool interrupted;  ///< by a signal to a launcher: no restart
-  std::string text;
-  int rank = -1;  ///< of the world, that failed; -1: unknown
-};
-
-/// What a rank of any node tells the others of its world: see shared::exchange_addresses.
-struct RankAddress {
-  int rank;
-  std::uint64_t world;
-  std::string bytes;
-};
 
 /// A signal ended the launcher while it waited for the other nodes.
 struct Interrupted {
@@ -59,18 +33,24 @@ struct Interrupted {
 
 class Link;
 struct NodeMessage;
+struct ReceivedMessage;
+struct NodeCommand;
+struct HelloReply;
 
 /// This launcher's connection to the other nodes, for one start of the ranks: node 0 listens, the
 /// others connect. It carries the number of ranks per node, the ranks' addresses and how each node
-/// ended: control messages only, no data of ranks. Messages have one size. A peer without the
-/// secret is rejected; a node with it is trusted. Nothing is encrypted.
+/// ended, in an elastic job also what ElasticMembership is told and decides: control messages only,
+/// no data of ranks. A peer without the secret is rejected; a node with it is trusted. Nothing is
+/// encrypted.
 class Nodes {
  public:
-  /// Waits until all nodes have connected. `run_id`: that of node 0 is used on all. Throws
+  /// Waits until all nodes have connected, or in an elastic job that runs, until node 0 lets this
+  /// one join. `run_id`: that of node 0 is used on all. left_job: RankLayout::key of the job that
+  /// this node was cut off from, and joins again; 0: none. Throws
   /// Interrupted and, with host and port in the text: TimeoutError, MismatchError (nodes disagree),
   /// UsageError (no such host), PeerLost, SystemError.
-  Nodes(const NodesOptions& options, int n_ranks, int n_restarts, const std::string& run_id,
-        const Signals& signals);
+  Nodes(const Options& options, int n_restarts, const std::string& run_id, const Signals& signals,
+        std::uint32_t left_job = 0);
   ~Nodes();
   Nodes(const Nodes&) = delete;
   Nodes& operator=(const Nodes&) = delete;
@@ -91,33 +71,87 @@ class Nodes {
   /// All nodes are done, or one has failed.
   bool over() const noexcept { return over_; }
 
+  // --- an elastic job: node 0
+
+  /// What the members have reported.
+  std::vector<NodeEvent> take_events() { return std::exchange(events_, {}); }
+  /// Nodes that ask to be members.
+  std::vector<int> joining() const;
+  void welcome(int node, int incarnation);
+  /// What comes from it is ignored from now on.
+  void drop(int node);
+  void send(int node, const NodeCommand& command);
+  /// "node 1 (its host name)"
+  std::string name_of(int node) const;
+  /// No process of the job runs any more.
+  void end();
+
+  // --- an elastic job: the other nodes
+
+  void report(NodeEvent event);
+  /// In their order.
+  std::vector<NodeCommand> take_commands();
+  /// See NodeLease.
+  NodeLease::Clock::time_point lease_until() const { return lease_.until(); }
+  /// Whether the lease has run out, or node 0 has closed the connection: the ranks must end.
+  bool is_cut_off() const;
+  /// Until there is something to send.
+  std::chrono::milliseconds idle_for() const;
+
  private:
   using Clock = std::chrono::steady_clock;
 
   // node 0. ranks_of: how many ranks each node has; 0: it has not connected
-  void accept_nodes(const Signals& signals, int n_ranks, int n_restarts);
+  void accept_nodes(const Signals& signals, int n_restarts);
   void join(Link& link, const NodeMessage& hello, int n_restarts, std::vector<int>& ranks_of);
+  /// Of an elastic job that runs: connections that have come.
+  void accept_again();
+  HelloReply reply_to(const NodeMessage& hello, int n_restarts,
+                      const std::vector<int>& ranks_of) const;
+  void send_layout_to(Link& link);
+  Link* link_of(int node) const;
   /// Drops closed links, and the oldest unidentified ones above their limit. shortage: the errno
   /// value with which a connection could not be accepted; 0: none.
   void drop_links(int shortage);
   [[noreturn]] void fail_missing(const std::vector<int>& ranks_of);
-  void send_layout(const std::vector<int>& ranks_of);
+  void send_layout(std::vector<int> ranks_of);
   // the other nodes
+  struct Closed {  // the connection, by node 0 or on the way
+    std::string text;
+  };
+  void join_node_0(const Signals& signals, int n_restarts);
   void connect_to_node_0(const Signals& signals);
-  NodeMessage greet_node_0(const Signals& signals, int n_ranks, int n_restarts);
-  void relay(const NodeMessage& message, const Link& from);
+  ReceivedMessage greet_node_0(const Signals& signals, int n_restarts);
+  void wait_for_lease(const Signals& signals);
+  void beat();
+  /// To node 0, or from it to the others, but not to those that ask to be members.
+  void send_to_members(const NodeMessage& message, const Link* but = nullptr);
   void reject(Link& link, const std::string& text);
   [[noreturn]] void reject_all(const std::string& text);
+  void reject_joining(const std::string& text);
   void finish_if_all_done();
   std::string limit() const;
 
+  bool is_elastic() const { return elastic_.least > 0; }
+
   NodesOptions options_;
+  const ElasticOptions elastic_;
+  const int n_ranks_;
+  const std::uint32_t left_job_;
+  const std::chrono::milliseconds limit_;  // of joining
+  base::UniqueFd listener_;
   std::string address_;  // "HOST:PORT"
   Clock::time_point deadline_;
   RankLayout placement_;
   std::string rejected_;                      // why the last peer was rejected
   std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; others: one to node 0
   std::vector<RankAddress> addresses_;
+  std::vector<NodeEvent> events_;
+  std::map<int, std::string> host_names_;  // by node
+  std::vector<NodeCommand> commands_;
+  NodeLease lease_;
+  Clock::time_point next_beat_{};
+  std::uint64_t n_reports_ = 0;
   int n_done_ = 0;
   bool done_reported_ = false;
   bool over_ = false;

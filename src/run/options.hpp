@@ -39,7 +39,7 @@ struct NodesOptions {
 /// Going on after a lost rank.
 struct ElasticOptions {
   int least = 0;  ///< ranks; 0: the loss of a rank ends the job
-  int most = 0;   ///< ranks up to which lost ones are replaced
+  int most = 0;   ///< ranks up to which lost ones are replaced; 0: all of all nodes
   /// Of a replacement, until it asks for a world, and of a lost node, until it returns.
   std::chrono::milliseconds start_limit{300'000};
   std::chrono::milliseconds lease{5000};  ///< of the nodes other than node 0: see NodeLease

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "run/nodes.hpp"
+#include "run/rank_layout.hpp"
 
 namespace lockstep::run {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "run/nodes.hpp"
+#include "run/rank_layout.hpp"
 
 namespace lockstep::run {
 

@@ -52,7 +52,7 @@ Regrouped regroup(Timeout timeout, std::source_location where) {
   const std::unique_ptr<internal::Session> former = internal::take_process_session();
   internal::has_failed_regroup() = true;  // until it has joined
   former->regroup();
-  auto next = internal::join_world(std::move(world), "shared", context.operation, limit, where);
+  auto next = internal::join_world(std::move(world), "auto", context.operation, limit, where);
   Regrouped regrouped = next->world().regrouped;
   internal::join_process(std::move(next));
   return regrouped;

@@ -14,6 +14,7 @@
 
 #include "base/exception.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "engines/shared/segment/membership.hpp"
 #include "group/group_state.hpp"
 #include "group/leave_on_exception.hpp"
 #include "record/recorder.hpp"
@@ -147,6 +148,7 @@ void Session::depart(std::string_view failure) noexcept {
   if (engine_ == nullptr) return;
   membership_of(world_group_)->has_ended = true;
   std::exchange(engine_, nullptr)->leave(failure);
+  if (world_.host) world_.host->leave(failure);
   if (recorder_ && !failure.empty()) recorder_->write_on_failure(failure);
 }
 

@@ -201,16 +201,28 @@ bool Command::read_some(int timeout_ms) {
 }
 
 void Command::read_until(const std::string& text, int times) {
+  read_until([&] { return count_of(ended_.out, text) + count_of(ended_.err, text) >= times; },
+             text);
+}
+
+void Command::read_until(const std::function<bool()>& is_there, const std::string& what) {
   const auto limit = Clock::now() + watchdog_;
-  while (count_of(ended_.out, text) + count_of(ended_.err, text) < times) {
+  while (!is_there()) {
     if (!read_some(/*timeout_ms=*/100)) {
-      FAIL() << "ended before it wrote '" << text << "': " << ended_.out << ended_.err;
+      FAIL() << "ended before it wrote '" << what << "': " << ended_.out << ended_.err;
     }
     if (Clock::now() > limit) {
       kill(pid_, SIGKILL);
-      FAIL() << "watchdog: never wrote '" << text << "': " << ended_.out << ended_.err;
+      FAIL() << "watchdog: never wrote '" << what << "': " << ended_.out << ended_.err;
     }
   }
+}
+
+void Command::read_available() {
+  std::size_t before = 0;
+  do {
+    before = ended_.out.size() + ended_.err.size();
+  } while (read_some(/*timeout_ms=*/0) && ended_.out.size() + ended_.err.size() > before);
 }
 
 void Command::wait_unread() {

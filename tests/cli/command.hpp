@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <chrono>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -55,7 +56,11 @@ class Command {
   void type(const std::string& keys) const;
   /// Reads until `text` has come on stdout or stderr so many times.
   void read_until(const std::string& text, int times = 1);
-  /// What has come so far.
+  /// Reads until is_there; `what`: for the watchdog's text.
+  void read_until(const std::function<bool()>& is_there, const std::string& what);
+  /// Reads what has come.
+  void read_available();
+  /// What has been read.
   const std::string& out() const { return ended_.out; }
   const std::string& err() const { return ended_.err; }
   /// Waits for its end, without reading what it writes.

@@ -16,6 +16,7 @@
 
 #include "base/fd.hpp"
 #include "cli/command.hpp"
+#include "cli/nodes.hpp"
 #include "support/namespaces.hpp"
 #include "support/waiting.hpp"
 
@@ -25,53 +26,6 @@ namespace lockstep::test {
 namespace {
 
 using Lines = std::vector<std::string>;
-
-sockaddr_in loopback(int port) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  address.sin_port = htons(static_cast<std::uint16_t>(port));
-  return address;
-}
-
-std::string free_rendezvous() {
-  const base::UniqueFd fd(::socket(AF_INET, SOCK_STREAM, 0));
-  sockaddr_in address = loopback(0);
-  socklen_t n_bytes = sizeof address;
-  EXPECT_EQ(::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), n_bytes), 0);
-  EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &n_bytes), 0);
-  return fmt::format("127.0.0.1:{}", ntohs(address.sin_port));
-}
-
-struct Node {
-  int n_nodes = 2;
-  int node_rank = 0;
-  std::string rendezvous;
-  int n_ranks = 2;
-  std::string script;
-  std::string timeout_s = "30";
-  std::vector<std::string> options = {};
-  std::string shell = {};
-};
-
-std::unique_ptr<Command> start(const Node& node) {
-  std::vector<std::string> arguments = {"run",
-                                        "--nnodes",
-                                        std::to_string(node.n_nodes),
-                                        "--node-rank",
-                                        std::to_string(node.node_rank),
-                                        "--rdzv",
-                                        node.rendezvous,
-                                        "-n",
-                                        std::to_string(node.n_ranks),
-                                        "--rdzv-timeout",
-                                        node.timeout_s};
-  arguments.insert(arguments.end(), node.options.begin(), node.options.end());
-  for (const std::string& word : {std::string("sh"), std::string("-c"), node.script}) {
-    arguments.push_back(word);
-  }
-  return std::make_unique<Command>(StartOptions{.arguments = arguments, .shell = node.shell});
-}
 
 constexpr const char* kWho =
     "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR";

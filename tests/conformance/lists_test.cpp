@@ -39,7 +39,8 @@ class Parts {
 };
 
 /// A call with a list of parts, as the layers above make it.
-void run_lists(const Group& group, Call call, std::vector<Bytes>* ins, std::vector<Bytes>* outs) {
+void run_lists(const Group& group, Call call, std::vector<Bytes>* ins, std::vector<Bytes>* outs,
+               std::source_location where = std::source_location::current()) {
   std::vector<const void*> from;
   std::vector<void*> to;
   if (ins != nullptr) {
@@ -50,7 +51,7 @@ void run_lists(const Group& group, Call call, std::vector<Bytes>* ins, std::vect
   }
   call.ins = from;
   call.outs = to;
-  call.where = std::source_location::current();
+  call.where = where;
   internal::NativeGroup::run(group, call, {});
 }
 
@@ -148,6 +149,7 @@ TEST_P(Conformance, lists_of_unequal_parts) {
     const ConstElements in{mine.data(), count_of(rank), DType::i32};
     Parts outs(Bytes(expected.size()), n_ranks, [&](int r) { return 4 * count_of(r); });
     Bytes all(expected.size());
+    const auto where = std::source_location::current();  // of all ranks
     if (rank % 2 == 0) {
       run_lists(group,
                 {.op = Op::all_gather,
@@ -156,9 +158,9 @@ TEST_P(Conformance, lists_of_unequal_parts) {
                  .in = mine.data(),
                  .counts = counts,
                  .where = {}},
-                nullptr, &outs.all());
+                nullptr, &outs.all(), where);
     } else {
-      group.all_gather(in, {all.data(), all.size() / 4, DType::i32}, counts);
+      group.all_gather(in, {all.data(), all.size() / 4, DType::i32}, counts, {}, where);
     }
     EXPECT_EQ(rank % 2 == 0 ? outs.joined() : all, expected);
   });

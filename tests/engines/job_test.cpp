@@ -7,9 +7,12 @@
 
 #include <algorithm>
 #include <lockstep/error.hpp>
+#include <memory>
 #include <optional>
+#include <thread>
 #include <vector>
 
+#include "base/boot_clock.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "engines/shared/protocol/waiter.hpp"
 #include "engines/shared/segment/membership.hpp"
@@ -44,6 +47,38 @@ TEST(JobTest, a_process_joins_after_it_joined_over_another_engine) {
   const auto engine = join_world(inherit_world(job.environment()), /*rank=*/0, barrier);
   EXPECT_EQ(job.process_of(0), ::getpid());
   EXPECT_THROW(join_world(inherit_world(job.environment()), /*rank=*/0, barrier), UsageError);
+}
+
+// Where launcher and guard are stopped, nothing but the ranks themselves can look at the lease.
+TEST(JobTest, ranks_without_a_lease_complete_no_step_and_do_not_wait) {
+  using base::BootClock;
+  Job job(2, {}, /*is_elastic=*/true);
+  job.set_lease(BootClock::now() + std::chrono::hours(1));
+  const Call barrier{.op = Op::barrier,
+                     .group = "world",
+                     .sequence = 1,
+                     .timeout = std::chrono::seconds(60),
+                     .where = std::source_location::current()};
+  const auto segment = inherit_world(job.environment());
+  std::unique_ptr<HostEngine> other;
+  std::thread joins([&] { other = join_world(segment, /*rank=*/1, barrier); });
+  const auto engine = join_world(segment, /*rank=*/0, barrier);
+  joins.join();
+  const Elastic elastic(segment, /*rank=*/0);
+  elastic.check({});
+
+  job.set_lease(BootClock::now());
+  elastic.step_done();
+  EXPECT_FALSE(job.has_completed_step());
+  constexpr const char* kWhy = "the launcher of this host hears nothing from node 0";
+  test::expect_contains(test::thrown<PeerLost>([&] { elastic.check({}); }), kWhy);
+  test::expect_contains(test::thrown<PeerLost>([&] { elastic.check_lease({}); }), kWhy);
+  test::expect_contains(test::thrown<PeerLost>([&] { engine->run(barrier); }),
+                        kWhy);  // rank 1 never comes
+
+  job.set_lease(BootClock::now() + std::chrono::hours(1));
+  elastic.step_done();
+  EXPECT_TRUE(job.has_completed_step());
 }
 
 TEST(JobTest, a_process_that_has_ended_is_not_the_rank) {

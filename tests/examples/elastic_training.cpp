@@ -3,6 +3,7 @@
 // elastic_training DIGITS OUT STEPS MODE, of which MODE is
 //   alone         nothing disturbs it
 //   random KILLS  a process ends at a random time in every 24 steps
+//   paced FILE    until FILE is there steps take time, more and more
 //   kill          place 3 is killed in the middle of step 10
 //   leave         place 3 leaves before step 10
 //   change        place 3 is killed when the others have changed parameters in a step that is not
@@ -17,13 +18,16 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
+#include <filesystem>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -112,6 +116,9 @@ int main(int argc, char** argv) {
         const auto step = static_cast<int>(state.step());
         const bool is_end = place == 3 && !is_replacement && step == 10;
         if (fate != nullptr) fate->train(step);
+        if (mode == "paced" && !std::filesystem::exists(argv[5])) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(10 + 400 * step / n_steps));
+        }
         if (is_end && mode == "leave") std::exit(0);
         if (mode == "stuck") {
           throw lockstep::PeerLost({.operation = "forward"}, "a layer of an earlier world");

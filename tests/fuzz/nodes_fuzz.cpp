@@ -1,6 +1,6 @@
 // Whatever bytes arrive at the port of `lockstep run --rdzv`, in whatever pieces, a launcher
-// accepts no invalid message: at node 0 a node's hello, at the others their ranks, and why a node
-// failed.
+// accepts no invalid message: at node 0 a node's hello, at the others their ranks, why a node
+// failed, and what launchers of an elastic job tell each other.
 
 #include <algorithm>
 #include <array>
@@ -27,7 +27,8 @@ void require_printable(const std::string& text) {
 
 void come_to_node_0(const NodeMessage& message, const NodesOptions& options) {
   std::array<int, 3> ranks_of = {2, 0, 4};
-  const HelloReply welcome = validate_hello(message, options, "host:1", /*n_restarts=*/1, ranks_of);
+  const HelloReply welcome =
+      validate_hello(message, options, ElasticOptions{}, "host:1", /*n_restarts=*/1, ranks_of);
   if (welcome.action == HelloReply::Action::join) {
     require(message.node_rank == 1 && message.n_ranks >= 1 && message.n_ranks <= kMaxRanks);
     const auto now = std::chrono::steady_clock::now();
@@ -35,14 +36,30 @@ void come_to_node_0(const NodeMessage& message, const NodesOptions& options) {
   }
 }
 
-void answer(const NodeMessage& message, const NodesOptions& options) {
+void answer(const ReceivedMessage& message, const NodesOptions& options) {
   try {
     constexpr int kRanks = 2;
     const RankLayout placement = parse_layout(message, options, "host:1", kRanks);
     require(placement.first_rank >= 0 && placement.first_rank + kRanks <= placement.world_size);
     require(placement.world_size <= options.n_nodes * kMaxRanks && placement.master_port > 0);
+    require(placement.ranks_of.size() == static_cast<std::size_t>(options.n_nodes));
   } catch (const lockstep::MismatchError& error) {
     require_printable(error.text());
+  }
+}
+
+/// Of an elastic job.
+void report_and_decide(const ReceivedMessage& received) {
+  if (const auto event = read_event(received.message, /*node=*/1)) {
+    require(event->kind <= NodeEvent::Kind::completed_step);
+    require_printable(event->why);
+  }
+  if (const auto command = read_command(received)) {
+    require(command->kind <= NodeCommand::Kind::waiting);
+    require(command->ranks.size() * sizeof(NodeCommand::Rank) +
+                command->lost.size() * sizeof(lockstep::shared::Lost) ==
+            received.body.size());
+    require_printable(command->text);
   }
 }
 
@@ -65,11 +82,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     reader.add(rest.first(n));
     rest = rest.subspan(n);
     if (reader.is_foreign()) return 0;  // the connection ends
-    while (const auto message = reader.next()) {
-      require(message->greeting == kGreeting);
-      come_to_node_0(*message, options);
-      answer(*message, options);
-      const NodeFailure failure = read_failed(*message);
+    while (const auto received = reader.next()) {
+      const NodeMessage& message = received->message;
+      require(message.greeting == kGreeting);
+      come_to_node_0(message, options);
+      answer(*received, options);
+      report_and_decide(*received);
+      const NodeFailure failure = read_failed(message);
       require(failure.exit_code >= 1 && failure.exit_code <= 255);
       require_printable(failure.text);
     }

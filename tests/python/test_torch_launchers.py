@@ -1,5 +1,6 @@
 """How the ranks of torch.distributed start, and where."""
 
+import json
 import os
 import shutil
 import socket
@@ -171,3 +172,51 @@ def test_groups_of_the_same_number_after_another_init():
     store.add("ended", 1)
     while rank == 0 and store.add("ended", 0) < 3:
         time.sleep(0.01)
+
+
+@on_torch_ranks(2)
+def test_top_shows_the_ranks_of_torch():
+    """They share memory of their own, beside that which `lockstep run` has made."""
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 0:
+        for job in (os.getppid(), os.getpid()):
+            shown = json.loads(subprocess.run([COMMAND, "top", "--json", str(job)], capture_output=True, check=True).stdout)
+            assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
+            assert "all_reduce" in json.dumps(shown["ranks"][0])
+    dist.barrier()
+
+
+def test_a_record_of_torch_is_kept_where_its_rank_ends_with_an_error(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('lockstep')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "dist.all_reduce(torch.ones(1 + dist.get_rank()))\n"
+    )
+    records = tmp_path / "records"
+    records.mkdir()
+    environment = os.environ | {"LOCKSTEP_RECORD_DIR": str(records)}
+    run = subprocess.run([COMMAND, "run", "-n", "2", "--", sys.executable, str(program)], env=environment, capture_output=True)
+    assert run.returncode != 0
+    for rank in 0, 1:
+        record = json.loads((records / f"rank-{rank}.json").read_text())
+        assert "all_reduce" in json.dumps(record["operations"]), record
+
+
+def test_a_group_over_several_elastic_hosts_is_refused(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import torch.distributed as dist\ndist.init_process_group('lockstep', init_method='lockstep://')\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def launch(node):
+        line = ["run", "--nnodes", "2", "--node-rank", str(node), "--rdzv", rendezvous, "-n", "1", "--elastic", "2"]
+        command = [COMMAND, *line, "--", sys.executable, str(program)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    for launcher in [launch(node) for node in (0, 1)]:
+        output, _ = launcher.communicate()
+        assert launcher.returncode != 0
+        assert "over several hosts does not go on after a lost rank" in output or "needs the module liblockstep-ucx.so" in output

@@ -36,8 +36,12 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using LocalTime = ElasticMembership::Clock::time_point;
+using LeaseTime = NodeLease::Clock::time_point;
 using Time =
     std::int64_t;  // of the test, in microseconds; every node's clock has a rate of its own
+/// The rule's clock and the leases' are one here.
+LeaseTime lease_time(LocalTime time) { return LeaseTime(time.time_since_epoch()); }
+LocalTime local_time(LeaseTime time) { return LocalTime(time.time_since_epoch()); }
 constexpr Time kMs = 1000, kSecond = 1'000'000;
 
 constexpr milliseconds kLease{1000}, kStartLimit{2500};
@@ -170,8 +174,8 @@ class Cluster {
       members_.push_back(place);
     }
     for (int node = 1; node < n_nodes(); ++node) {
-      at_node(node).lease.echoed(local(node));
-      segment_of(node).until = at_node(node).lease.until();
+      at_node(node).lease.echoed(lease_time(local(node)));
+      segment_of(node).until = local_time(at_node(node).lease.until());
       connect(node);
       at_node(node).link = at_node(node).connection;
       arm(node);
@@ -622,8 +626,8 @@ class Cluster {
   void arm(int node) {
     const Node& of = at_node(node);
     schedule(now_ + between(0, kHeartbeat), What::heartbeat, node, of.launcher);
-    schedule(when(node, of.lease.until()), What::lease, node, of.launcher);
-    schedule(when(node, of.lease.until()), What::guard, node, of.launcher);
+    schedule(when(node, local_time(of.lease.until())), What::lease, node, of.launcher);
+    schedule(when(node, local_time(of.lease.until())), What::guard, node, of.launcher);
   }
   Time transit(int node) {
     if (at_node(node).slow_until > now_) return between(0, 700 * kMs);
@@ -657,8 +661,8 @@ class Cluster {
   void look_at_lease(int node) {
     Node& of = at_node(node);
     if (of.incarnation == 0) return;
-    if (of.lease.has_run_out(local(node))) return leave(node);
-    schedule(when(node, of.lease.until()), What::lease, node, of.launcher);
+    if (of.lease.has_run_out(lease_time(local(node)))) return leave(node);
+    schedule(when(node, local_time(of.lease.until())), What::lease, node, of.launcher);
   }
   /// Ends the ranks, and asks to join again.
   void leave(int node) {
@@ -697,22 +701,22 @@ class Cluster {
       of.n_sent = 0;
       of.last_number = command.number;
       of.lease = NodeLease(kLease);
-      of.lease.echoed(command.sent);
-      segment_of(node).until = of.lease.until();
+      of.lease.echoed(lease_time(command.sent));
+      segment_of(node).until = local_time(of.lease.until());
       note("node {} joins as incarnation {}", node, of.incarnation);
-      schedule(when(node, of.lease.until()), What::lease, node, of.launcher);
-      schedule(when(node, of.lease.until()), What::guard, node, of.launcher);
+      schedule(when(node, local_time(of.lease.until())), What::lease, node, of.launcher);
+      schedule(when(node, local_time(of.lease.until())), What::guard, node, of.launcher);
       return;
     }
     if (of.incarnation == 0 || command.incarnation != of.incarnation) return;
     if (command.number <= of.last_number) return;
     of.last_number = command.number;
     if (command.kind == Command::Kind::echo) {
-      of.lease.echoed(command.sent);
-      segment_of(node).until = of.lease.until();
+      of.lease.echoed(lease_time(command.sent));
+      segment_of(node).until = local_time(of.lease.until());
       return;
     }
-    if (of.lease.has_run_out(local(node))) return leave(node);
+    if (of.lease.has_run_out(lease_time(local(node)))) return leave(node);
     carry_out(node, command);
   }
 

@@ -15,22 +15,23 @@
 
 namespace lockstep::test {
 
+std::unique_ptr<Command> start_on_machine(int node, int n, const NodesJob& job) {
+  StartOptions start{
+      .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
+                    "--rdzv", Namespaces::address(0) + ":29400", "-n", std::to_string(job.n_ranks)},
+      .variables = {{"LOCKSTEP_UCX", job.ucx}},
+      .shell = Namespaces::shell_of(
+          node,
+          job.n_seconds_ahead.empty() ? 0 : job.n_seconds_ahead[static_cast<std::size_t>(node)]),
+      .watchdog = job.watchdog};
+  start.arguments.insert(start.arguments.end(), job.options.begin(), job.options.end());
+  start.arguments.insert(start.arguments.end(), job.program.begin(), job.program.end());
+  return std::make_unique<Command>(start);
+}
+
 std::vector<std::unique_ptr<Command>> start_on_machines(int n, const NodesJob& job) {
   std::vector<std::unique_ptr<Command>> nodes;
-  for (int node = 0; node < n; ++node) {
-    StartOptions start{
-        .arguments = {"run", "--nnodes", std::to_string(n), "--node-rank", std::to_string(node),
-                      "--rdzv", Namespaces::address(0) + ":29400", "-n",
-                      std::to_string(job.n_ranks)},
-        .variables = {{"LOCKSTEP_UCX", job.ucx}},
-        .shell = Namespaces::shell_of(
-            node,
-            job.n_seconds_ahead.empty() ? 0 : job.n_seconds_ahead[static_cast<std::size_t>(node)]),
-        .watchdog = job.watchdog};
-    start.arguments.insert(start.arguments.end(), job.options.begin(), job.options.end());
-    start.arguments.insert(start.arguments.end(), job.program.begin(), job.program.end());
-    nodes.push_back(std::make_unique<Command>(start));
-  }
+  for (int node = 0; node < n; ++node) nodes.push_back(start_on_machine(node, n, job));
   return nodes;
 }
 

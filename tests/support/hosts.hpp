@@ -22,6 +22,8 @@ struct NodesJob {
   int n_ranks = 2;          ///< on each machine
 };
 
+/// Starts one of its n launchers, also after another has ended.
+std::unique_ptr<Command> start_on_machine(int node, int n, const NodesJob& job);
 /// Starts it on the first `n` machines.
 std::vector<std::unique_ptr<Command>> start_on_machines(int n, const NodesJob& job);
 /// Their ends, in their order; nothing may be left then.

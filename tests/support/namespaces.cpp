@@ -71,10 +71,18 @@ Namespaces::~Namespaces() {
 
 std::string Namespaces::address(int i) { return fmt::format("10.77.0.{}", i + 1); }
 
-void Namespaces::cut(int i) {
-  const std::string line = fmt::format("ip -n {} link set cable down", name(i));
+namespace {
+
+void set_cable(int i, const char* state) {
+  const std::string line = fmt::format("ip -n {} link set cable {}", name(i), state);
   if (!shell(line)) throw std::runtime_error("could not do: " + line);
 }
+
+}  // namespace
+
+void Namespaces::cut(int i) { set_cable(i, "down"); }
+
+void Namespaces::connect(int i) { set_cable(i, "up"); }
 
 std::string Namespaces::addresses(const std::string& suffix) const {
   std::string all;
@@ -95,11 +103,7 @@ std::string Namespaces::shell_of(int i, int n_seconds_ahead) {
 }
 
 void Namespaces::join_cables() const {
-  for (int i = 0; i < n_; ++i) {
-    if (!shell(fmt::format("ip -n {} link set cable up", name(i)))) {
-      throw std::runtime_error("could not set a cable up");
-    }
-  }
+  for (int i = 0; i < n_; ++i) connect(i);
 }
 
 void Namespaces::write_agent(const std::string& path) const {

@@ -24,8 +24,9 @@ class Namespaces {
   /// Why they do not exist; empty: they do.
   const std::string& missing() const { return missing_; }
   static std::string address(int i);
-  /// Disconnects a machine.
+  /// Disconnects a machine, and connects it again.
   static void cut(int i);
+  static void connect(int i);
   /// All addresses, each with `suffix`: "10.77.0.1:2,10.77.0.2:2".
   std::string addresses(const std::string& suffix) const;
   /// Starts a command on a machine, with its own host name and IPC, for StartOptions::shell.

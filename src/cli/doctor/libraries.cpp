@@ -54,10 +54,13 @@ constexpr const char* kTorchVersion = LOCKSTEP_TORCH_VERSION;
 Finding libtorch() {
   const std::string_view version(kTorchVersion);
   if (!version.empty()) {
-    return {"libtorch", State::good, fmt::format("lockstep::nn is built with {}", version)};
+    return {"libtorch", State::good,
+            fmt::format("this lockstep is built with lockstep::nn for {}", version)};
   }
-  return {"libtorch", State::note, "this build has no lockstep::nn",
-          "for SyncBatchNorm and DistributedDataParallel build with libtorch (LOCKSTEP_NN=ON)"};
+  return {
+      "libtorch", State::note, "this build has no lockstep::nn",
+      "C++: for SyncBatchNorm and DistributedDataParallel build with libtorch (LOCKSTEP_NN=ON); "
+      "Python: install lockstep-torch"};
 }
 
 }  // namespace

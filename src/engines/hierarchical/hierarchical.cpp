@@ -213,18 +213,21 @@ std::vector<std::unique_ptr<Engine>> divide(internal::NativeEngine& ranks, const
 }
 
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> global, const std::vector<int>& hosts,
-                             const Call& barrier, const std::optional<std::string>& tune) {
+                             const Call& barrier, const std::optional<std::string>& tune,
+                             std::unique_ptr<shared::HostEngine> local) {
   Topology topology(hosts, global->rank());
   if (topology.leaders.size() == hosts.size()) return global;
   try {
-    const std::vector<std::uint64_t> nonces =
-        internal::gather_values(*global, barrier, draw_nonce());
-    const auto leader = static_cast<std::size_t>(topology.leader_of(global->rank()));
-    Call step = barrier;
-    if (topology.leaders.size() > 1) step.ranks = topology.members;
-    auto local = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
-                                         topology.local_rank_of(global->rank()),
-                                         static_cast<int>(topology.members.size()), step, tune);
+    if (!local) {
+      const std::vector<std::uint64_t> nonces =
+          internal::gather_values(*global, barrier, draw_nonce());
+      const auto leader = static_cast<std::size_t>(topology.leader_of(global->rank()));
+      Call step = barrier;
+      if (topology.leaders.size() > 1) step.ranks = topology.members;
+      local = shared::bootstrap_world(fmt::format("hierarchical {:016x}", nonces[leader]),
+                                      topology.local_rank_of(global->rank()),
+                                      static_cast<int>(topology.members.size()), step, tune);
+    }
     auto leaders = topology.leaders.size() == 1
                        ? nullptr
                        : leaders_of(*global, topology, global->rank(), /*part=*/0, barrier);

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "group/native_engine.hpp"
+#include "engines/shared/algorithms/host_engine.hpp"
 
 namespace lockstep::hierarchical {
 
@@ -25,9 +25,11 @@ namespace lockstep::hierarchical {
 ///
 /// `hosts`: for each rank the lowest rank on its host (find_hosts). Returns `global` itself if no
 /// two ranks share a host. Collective; `barrier` has the timeout and the caller's source line.
-/// `tune`: Env::tune. Throws what shared::bootstrap and `global` throw.
+/// `local`: of the ranks of this host; null: they find each other, with `tune` (Env::tune). Throws
+/// what shared::bootstrap and `global` throw.
 std::unique_ptr<Engine> make(std::unique_ptr<Engine> global, const std::vector<int>& hosts,
-                             const Call& barrier, const std::optional<std::string>& tune = {});
+                             const Call& barrier, const std::optional<std::string>& tune = {},
+                             std::unique_ptr<shared::HostEngine> local = nullptr);
 
 /// See NativeEngine::divide: of an engine whose ranks share no memory. The first shard of each rank
 /// exchanges with the others', over a duplicate of `ranks`. Throws what its split throws.

@@ -77,7 +77,7 @@ void check_descriptors(const ErrorContext& context) {
 class Transport final : public message::ModuleTransport {
  public:
   Transport(const LockstepUcx& ucx, message::ModuleGroup group, base::WaitPolicy policy, int rank,
-            int size, std::shared_ptr<const shared::Elastic> launcher)
+            int size, std::shared_ptr<const shared::Membership> launcher)
       : ModuleTransport(ucx.transport, std::move(group), policy, rank, size,
                         /*why_one_thread=*/{}),
         ucx_(ucx),
@@ -86,13 +86,11 @@ class Transport final : public message::ModuleTransport {
 
   std::optional<Failure> verdict() const override {
     if (!launcher_->is_over()) return std::nullopt;
-    const int lost = launcher_->lost_rank();
-    return Failure{.kind = Failure::Kind::peer_lost,
-                   .culprit = lost < 0 ? Failure::kNoCulprit : lost,
-                   .text = launcher_->ending()};
+    return launcher_->why_over();
   }
   std::chrono::milliseconds time_of_reason() const noexcept override {
-    return base::patience::kVerdict;
+    const std::chrono::milliseconds time(launcher_->segment().header().verdict_ms);
+    return std::max<std::chrono::milliseconds>(time, base::patience::kVerdict);
   }
 
   std::vector<std::byte> open_part() override;
@@ -114,7 +112,7 @@ class Transport final : public message::ModuleTransport {
   }
 
   const LockstepUcx& ucx_;
-  const std::shared_ptr<const shared::Elastic> launcher_;
+  const std::shared_ptr<const shared::Membership> launcher_;
   Worker opened_;  // of the next split()
 };
 
@@ -198,26 +196,23 @@ engines::Module find_module(const std::optional<std::string>& named) {
   }
   std::string path = engines::module_file("ucx", "ucx");
   const bool is_found = !path.empty();
-  return {std::move(path),
-          is_found ? ""
-                   : "needs its module liblockstep-ucx.so, which is built where UCX's headers are"};
+  return {
+      std::move(path),
+      is_found
+          ? ""
+          : "needs its module liblockstep-ucx.so: the package lockstep-ucx, or a build where UCX's "
+            "headers are"};
 }
 
 std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   const ErrorContext context = context_of(barrier, world.rank);
   const std::string& segment = world.segment.value();
-  if (shared::is_elastic(segment)) {
-    throw UsageError(context, "ucx does not go on after a lost rank: it is not for --elastic");
-  }
   const int socket = shared::launcher_socket(segment);
   if (socket < 0) {
     throw UsageError(context, "this process is a fork of a rank, which alone can join a world");
   }
-  const auto launcher = shared::inherit_world(segment);
-  if (world.local_rank < launcher->n_ranks()) {
-    shared::claim_rank(launcher->rank(world.local_rank), world.rank);
-  }
-  launcher->header().has_joined_other_engine.store(true, std::memory_order_relaxed);
+  // The launcher ends the world in this host's memory, where no wait of the shared engine may look.
+  world.host->segment().header().has_joined_other_engine.store(true, std::memory_order_relaxed);
   check_descriptors(context);
   const LockstepUcx& ucx = load(find_module(world.env.ucx).path, context);
   check(ucx, ucx.start(world.ucx_transports.c_str()), context);
@@ -227,9 +222,11 @@ std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   Worker control = open_worker(ucx, own.control, context);
   static std::atomic<std::uint64_t> n_worlds = 0;  // whose addresses this process got
   const shared::Addresses all = shared::exchange_addresses(
-      socket, world.rank, world.size, n_worlds,
+      socket, world.rank, world.size,
+      world.is_elastic ? world.regrouped.generation : n_worlds.load(),
       std::string(reinterpret_cast<const char*>(&own), sizeof own), barrier);
-  ++n_worlds;
+  if (!world.is_elastic) ++n_worlds;
+  world.hosts = all.hosts;
   std::vector<LockstepUcxAddress> data_addresses;
   std::vector<LockstepUcxAddress> control_addresses;
   for (std::size_t r = 0; r < all.by_rank.size(); ++r) {
@@ -255,9 +252,9 @@ std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   message::ModuleGroup owned(group, ucx.transport.release);
   auto engine = message::make(
       "ucx",
-      std::make_unique<Transport>(
-          ucx, std::move(owned), base::WaitPolicy::of_messages(world.local_size, all.n_cores),
-          world.rank, world.size, std::make_shared<shared::Elastic>(launcher, world.local_rank)));
+      std::make_unique<Transport>(ucx, std::move(owned),
+                                  base::WaitPolicy::of_messages(world.local_size, all.n_cores),
+                                  world.rank, world.size, world.host));
   internal::leave_on_exception(*engine, [&] { engine->run(barrier); });
   return engine;
 }

@@ -14,8 +14,9 @@ namespace lockstep::ucx {
 engines::Module find_module(const std::optional<std::string>& named);
 
 /// The engine over UCX between the ranks of `lockstep run`, which tells each the addresses of the
-/// others. Throws EngineError with UCX's or the loader's text, UsageError, TimeoutError naming the
-/// ranks that do not join.
+/// others, and which of them share a host. The rank has joined its host's memory (World::host).
+/// Throws EngineError with UCX's or the loader's text, UsageError, TimeoutError naming the ranks
+/// that do not join.
 ///
 /// A connection that breaks says nothing about its peer. Whether a rank is lost is known to the
 /// launchers: they say so in this host's segment, at which every wait looks.

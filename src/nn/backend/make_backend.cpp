@@ -162,6 +162,11 @@ Backend::Joined join(const Config& config, const Membership& membership,
     recorder = joined->recorder();
     shared_engine = joined.get();
     engine = std::move(joined);
+  } else if (internal::elastic() != nullptr) {
+    throw UsageError(
+        lockstep::context_of(barrier, membership.rank),
+        "a group of torch.distributed over several hosts does not go on after a lost "
+        "rank: under --elastic with --nnodes use the calls of lockstep itself, or C++");
   } else {
     auto wire = nn::detail::Wire::make(group_between_hosts(config, membership),
                                        c10::intrusive_ptr<c10d::Store>());

@@ -14,8 +14,10 @@
 
 #include "base/atomic_file.hpp"
 #include "base/hash.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "nn/error.hpp"
 #include "nn/training/checkpoint_file.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -87,6 +89,9 @@ void save_archive(const char* operation, const std::string& path,
       if (all.size() > base::kIoChunkBytes) file.flush_to_disk();
       report_progress();
     }
+    // Of a host that the others count as lost: they may have gone on.
+    if (const auto elastic = internal::elastic())
+      elastic->check_lease(context_of(operation, group, where));
     file.commit_to_disk();
   });
 }

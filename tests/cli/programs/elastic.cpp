@@ -2,6 +2,7 @@
 //   elastic steps MODE PLACES   the processes of PLACES (as 1,2) end in their third step, unless
 //                               they are replacements: MODE is kill, exit, throw, stop or finish.
 //                               The others go on until the world is full again, or alone: `finish`
+//   elastic until FILE          steps until FILE is there, however many ranks are lost and return
 //   elastic soak N FILE         all but one end again and again, at random times and in random
 //                               ways, two at once among them, until N have; fails if the memory or
 //                               the descriptors of that one or of the launcher grow. FILE holds
@@ -131,6 +132,39 @@ void steps(const std::string& mode, const std::string& places) {
   if (mode != "finish") lockstep::barrier();
 }
 
+std::int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+void until(const std::string& file) {
+  lockstep::init_dist({.timeout = milliseconds(20'000)});
+  int step = 0;
+  if (is_replacement()) lockstep::broadcast(std::span(&step, 1));
+  for (bool is_done = false; !is_done;) {
+    try {
+      const int n = lockstep::get_world_size();
+      std::vector<int> sums(1000, lockstep::get_rank() + step);
+      lockstep::all_reduce(std::span(sums));
+      for (const int sum : sums) {
+        if (sum != n * (n - 1) / 2 + n * step) throw std::logic_error("a wrong sum");
+      }
+      std::array<int, 2> flags{lockstep::has_waiting_replacements() ? 1 : 0,
+                               std::filesystem::exists(file) ? 1 : 0};
+      lockstep::all_reduce(std::span(flags), lockstep::ReduceOp::max);
+      ++step;
+      lockstep::step_done();
+      if (step % 20 == 0) say(fmt::format("step {} of {} ranks", step, n));
+      is_done = flags[1] != 0;
+      if (flags[0] != 0 && !is_done) go_on(step);
+    } catch (const lockstep::Error& error) {
+      say(fmt::format("step {} ended at {}: {}", step, now_ns(), error.what()));
+      go_on(step);
+    }
+    std::this_thread::sleep_for(milliseconds(5));
+  }
+  say(fmt::format("rank {} of {} is done after step {}", lockstep::get_rank(),
+                  lockstep::get_world_size(), step));
+  lockstep::internal::finish_elastic();
+}
+
 /// What all processes of a soak share.
 struct Shared {
   std::atomic<std::int64_t> last_death;
@@ -144,8 +178,6 @@ Shared& shared_in(const char* file) {
   ::close(fd);
   return *static_cast<Shared*>(page);
 }
-
-std::int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 /// Ends this process at a random time, unless it is disarmed before.
 class Fate {
@@ -465,6 +497,7 @@ int main(int argc, char** argv) {
   const std::string mode = argv[1];
   try {
     if (mode == "steps" && argc > 3) steps(argv[2], argv[3]);
+    if (mode == "until" && argc > 2) until(argv[2]);
     if (mode == "soak" && argc > 3) {
       return soak(static_cast<std::size_t>(std::atoi(argv[2])), argv[3], argc > 4);
     }

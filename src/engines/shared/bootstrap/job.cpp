@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <filesystem>
+#include <system_error>
 #include <vector>
 
 #include "base/job_clock.hpp"
@@ -29,6 +31,8 @@ std::unique_ptr<Job> Job::next() const {
   for (int r = 0; r < n_ranks_; ++r) {
     const RankBlock& before = segment_->rank(r);
     RankBlock& rank = job->segment_->rank(r);
+    rank.flight.rank = before.flight.rank;
+    rank.flight.world_size = before.flight.world_size;
     rank.flight.job = before.flight.job;
     rank.wait_status_plus_one.store(before.wait_status_plus_one.load(std::memory_order_relaxed),
                                     std::memory_order_relaxed);
@@ -39,18 +43,39 @@ std::unique_ptr<Job> Job::next() const {
   return job;
 }
 
-std::unique_ptr<Job> Job::next_generation(int n_ranks) const {
+std::unique_ptr<Job> Job::next_generation(int n_ranks, std::uint32_t generation,
+                                          bool has_earlier_steps) const {
   auto job = std::make_unique<Job>(n_ranks, tune_, /*is_elastic=*/true);
   SegmentHeader& header = job->segment_->header();
   header.nonce = segment_->header().nonce;
-  header.generation = generation() + 1;
-  header.has_earlier_steps = segment_->header().has_earlier_steps || has_completed_step();
+  header.generation = generation;
+  header.has_earlier_steps = has_earlier_steps;
+  header.verdict_ms = segment_->header().verdict_ms;
+  header.lease_until.store(segment_->header().lease_until.load(std::memory_order_relaxed),
+                           std::memory_order_relaxed);
   for (int r = 0; r < n_ranks; ++r) {
     internal::FlightRecord& flight = job->segment_->rank(r).flight;
     flight.job = segment_->rank(0).flight.job;
     flight.generation_plus_one = header.generation + 1;
   }
   return job;
+}
+
+void Job::set_world(int first_rank, int world_size, std::uint32_t job) noexcept {
+  for (int r = 0; r < n_ranks_; ++r) {
+    internal::FlightRecord& flight = segment_->rank(r).flight;
+    flight.rank = first_rank + r;
+    flight.world_size = world_size;
+    flight.job = job;
+  }
+}
+
+void Job::set_time_of_verdict(std::chrono::milliseconds time) noexcept {
+  segment_->header().verdict_ms = time.count();
+}
+
+void Job::set_lease(base::BootClock::time_point until) noexcept {
+  segment_->header().lease_until.store(until.time_since_epoch().count(), std::memory_order_relaxed);
 }
 
 std::uint32_t Job::generation() const noexcept { return segment_->header().generation; }
@@ -61,6 +86,10 @@ void Job::end_generation(std::string_view why, int rank) noexcept {
   header.lost_rank_plus_one = rank + 1;
   header.is_over.store(true, std::memory_order_seq_cst);
   wake_sleepers();
+}
+
+bool Job::is_over() const noexcept {
+  return segment_->header().is_over.load(std::memory_order_relaxed);
 }
 
 void Job::wake_sleepers() noexcept {
@@ -181,6 +210,11 @@ void Job::write_record(int rank, const std::string& dir) const {
   const RankBlock& block = segment_->rank(rank);
   const int status = block.wait_status_plus_one.load(std::memory_order_acquire);
   if (status == 0 || block.flight.is_written.load(std::memory_order_relaxed) != 0) return;
+  // A rank that recorded in memory of its own, as torch.distributed's backend does, has written it.
+  std::error_code ignored;
+  const bool is_empty = internal::n_groups_of(block.flight) <= 1;
+  if (is_empty && std::filesystem::exists(internal::record_file(block.flight, dir), ignored))
+    return;
   internal::write_record(block.flight, "the rank " + describe_wait_status(status - 1), dir);
 }
 

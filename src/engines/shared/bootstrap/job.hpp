@@ -2,11 +2,14 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+
+#include "base/boot_clock.hpp"
 
 namespace lockstep::shared {
 
@@ -22,8 +25,17 @@ class Job {
   explicit Job(int n_ranks, const std::optional<std::string>& tune = {}, bool is_elastic = false);
   /// The next world of the same job: ranks that have ended have ended there too.
   std::unique_ptr<Job> next() const;
-  /// The next generation of an elastic world, of n_ranks ranks, all of them running.
-  std::unique_ptr<Job> next_generation(int n_ranks) const;
+  /// A later generation of an elastic world, of n_ranks ranks of this host, all of them running.
+  /// has_earlier_steps: whether an earlier one has completed a step.
+  std::unique_ptr<Job> next_generation(int n_ranks, std::uint32_t generation,
+                                       bool has_earlier_steps) const;
+  /// Of a world of several hosts: the numbers of this host's ranks there, and the number of the job
+  /// in flight records, the same on all hosts.
+  void set_world(int first_rank, int world_size, std::uint32_t job) noexcept;
+  /// How long ranks wait for the launchers' verdict after a connection has broken.
+  void set_time_of_verdict(std::chrono::milliseconds time) noexcept;
+  /// Until when the ranks of this host may go on: see SegmentHeader::lease_until.
+  void set_lease(base::BootClock::time_point until) noexcept;
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -42,6 +54,7 @@ class Job {
   /// Ends the generation: its ranks' waits throw PeerLost, and those that sleep are woken. Once.
   /// `rank`: of the world, that was lost; -1: unknown, or more than one.
   void end_generation(std::string_view why, int rank = -1) noexcept;
+  bool is_over() const noexcept;
   /// Wakes threads that began to sleep while end_generation() looked for them.
   void wake_sleepers() noexcept;
   /// For the ranks' clock, which is this process's own when the Job is made: see

@@ -49,7 +49,8 @@ struct AddressesHead {
   std::int32_t n_cores;
 };
 struct AddressEntry {
-  std::uint64_t n_bytes;
+  std::uint32_t n_bytes;
+  std::int32_t host;
   std::array<char, kMaxAddressBytes> bytes;
 };
 
@@ -62,6 +63,8 @@ struct LauncherReply {
   std::int32_t error_number;
   std::int32_t rank;
   std::int32_t size;
+  std::int32_t world_rank;
+  std::int32_t world_size;
   std::uint32_t generation;
   std::uint32_t n_lost;
   std::uint32_t n_joined;
@@ -203,6 +206,8 @@ NextWorld request_next_world(int socket, int rank, std::int64_t last_generation,
   const std::byte* rest = answer.bytes.data() + sizeof answer.head;
   next.rank = answer.head.rank;
   next.size = answer.head.size;
+  next.world_rank = answer.head.world_rank;
+  next.world_size = answer.head.world_size;
   next.generation = answer.head.generation;
   next.lost = read_list<Lost>(rest, answer.head.n_lost);
   next.joined = read_list<std::int32_t>(rest, answer.head.n_joined);
@@ -236,6 +241,7 @@ Addresses exchange_addresses(int socket, int rank, int size, std::uint64_t world
   for (const AddressEntry& entry : entries) {
     all.by_rank.emplace_back(entry.bytes.data(),
                              std::min<std::size_t>(entry.n_bytes, kMaxAddressBytes));
+    all.hosts.push_back(entry.host);
   }
   return all;
 }
@@ -244,7 +250,8 @@ base::UniqueFd make_memory_of(const Addresses& addresses) {
   std::vector<AddressEntry> entries(addresses.by_rank.size());
   for (std::size_t i = 0; i < entries.size(); ++i) {
     const std::string& address = addresses.by_rank[i];
-    entries[i].n_bytes = std::min(address.size(), kMaxAddressBytes);
+    entries[i].n_bytes = static_cast<std::uint32_t>(std::min(address.size(), kMaxAddressBytes));
+    entries[i].host = addresses.hosts[i];
     address.copy(entries[i].bytes.data(), kMaxAddressBytes);
   }
   const AddressesHead head{.n_ranks = static_cast<std::uint32_t>(entries.size()),
@@ -288,6 +295,8 @@ void answer(int socket, std::uint64_t number, int segment, const NextWorld& next
       .error_number = 0,
       .rank = next.rank,
       .size = next.size,
+      .world_rank = next.world_rank,
+      .world_size = next.world_size,
       .generation = next.generation,
       .n_lost = static_cast<std::uint32_t>(std::min(next.lost.size(), kMostLost)),
       .n_joined = static_cast<std::uint32_t>(std::min(next.joined.size(), kMostJoined)),

@@ -43,11 +43,13 @@ struct Lost {
 /// What a rank is in its next world.
 struct NextWorld {
   base::UniqueFd segment{};
-  int rank = 0;
+  int rank = 0;  ///< among the `size` ranks of this host
   int size = 0;
+  int world_rank = 0;
+  int world_size = 0;
   std::uint32_t generation = 0;
   std::vector<Lost> lost{};   ///< since the generation in which this process was last
-  std::vector<int> joined{};  ///< ranks that have started since then
+  std::vector<int> joined{};  ///< ranks of the world that have started since then
 };
 
 /// Throws TimeoutError, SystemError, PeerLost (the launcher is gone), EngineError (it ends the
@@ -63,8 +65,9 @@ inline constexpr std::size_t kMaxAddressBytes = 1056;
 /// What all ranks of a world have told each other.
 struct Addresses {
   std::vector<std::string> by_rank{};
-  int n_cores = 1;        ///< that the ranks of this host may use together
-  std::uint32_t key = 0;  ///< the same on all ranks of the job, and hardly on those of another
+  std::vector<int> hosts{};  ///< for each rank the lowest one on its host
+  int n_cores = 1;           ///< that the ranks of this host may use together
+  std::uint32_t key = 0;     ///< the same on all ranks of the job, and hardly on those of another
 };
 /// Waits for all ranks of this rank's world. Throws TimeoutError naming those that do not ask, and
 /// what request_next_world throws. `world`: how often this process has asked before.

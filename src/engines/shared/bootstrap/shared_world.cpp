@@ -119,7 +119,7 @@ CurrentWorld current_world(std::string_view variable, int rank, std::int64_t las
   const std::optional<int> former = rank_of_process(inherited, rank);
   current.next.rank = former.value_or(rank);
   current.next.size = inherited.n_ranks();
-  const bool is_over = current.segment->header().is_over.load(std::memory_order_acquire) ||
+  const bool is_over = shared::is_over(inherited.header()) ||
                        (former ? has_left(inherited.rank(*former)) : of.is_replacement);
   const pid_t owner = owner_of_socket();
   if (of.launcher < 0 || !is_over) return current;
@@ -141,10 +141,8 @@ CurrentWorld current_world(std::string_view variable, int rank, std::int64_t las
   return current;
 }
 
-namespace {
-
-std::unique_ptr<HostEngine> join(const std::shared_ptr<Membership>& membership,
-                                 const Call& barrier) {
+std::unique_ptr<HostEngine> join_world(const std::shared_ptr<Membership>& membership,
+                                       const Call& barrier) {
   try {
     return SharedEngine::join(membership, barrier);
   } catch (...) {  // possibly on this rank only
@@ -153,32 +151,28 @@ std::unique_ptr<HostEngine> join(const std::shared_ptr<Membership>& membership,
   }
 }
 
-}  // namespace
-
 std::unique_ptr<HostEngine> join_world(std::shared_ptr<Segment> segment, int rank,
                                        const Call& barrier) {
-  return join(std::make_shared<Membership>(std::move(segment), rank), barrier);
+  return join_world(std::make_shared<Membership>(std::move(segment), rank), barrier);
 }
 
 std::unique_ptr<HostEngine> bootstrap_world(std::string_view job, int rank, int n_ranks,
                                             const Call& barrier,
                                             const std::optional<std::string>& tune,
                                             const std::function<void()>& while_waiting) {
-  return join(bootstrap(job, rank, n_ranks, barrier, tune, while_waiting), barrier);
+  return join_world(bootstrap(job, rank, n_ranks, barrier, tune, while_waiting), barrier);
 }
 
-bool Elastic::is_over() const noexcept {
-  return segment_->header().is_over.load(std::memory_order_acquire);
-}
+bool Elastic::is_over() const noexcept { return shared::is_over(segment_->header()); }
 
-std::string Elastic::ending() const {
-  return std::string(base::text_in(segment_->header().ending));
-}
-
-int Elastic::lost_rank() const noexcept { return segment_->header().lost_rank_plus_one - 1; }
+internal::Failure Elastic::why_over() const { return shared::why_over(segment_->header()); }
 
 void Elastic::check(const ErrorContext& context) const {
-  if (is_over()) throw PeerLost(context, why_over(segment_->header()));
+  if (is_over()) internal::throw_failure(why_over(), context);
+}
+
+void Elastic::check_lease(const ErrorContext& context) const {
+  if (has_lease_run_out(segment_->header())) internal::throw_failure(why_over(), context);
 }
 
 bool Elastic::has_waiting_replacements() const noexcept {
@@ -186,6 +180,7 @@ bool Elastic::has_waiting_replacements() const noexcept {
 }
 
 void Elastic::step_done() const noexcept {
+  if (has_lease_run_out(segment_->header())) return;
   segment_->header().n_steps.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -11,9 +11,12 @@
 #include "engines/shared/algorithms/host_engine.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "engines/shared/segment/segment.hpp"
+#include "group/failure.hpp"
 
 /// The interface of the shared engine to the rest of the library.
 namespace lockstep::shared {
+
+class Membership;
 
 /// Creates the world's channel in a new segment. `tune`: Env::tune, for all its channels.
 std::shared_ptr<Segment> make_world(std::shared_ptr<Segment> segment,
@@ -42,8 +45,11 @@ struct CurrentWorld {
 CurrentWorld current_world(std::string_view variable, int rank, std::int64_t last_generation,
                            const Call& barrier);
 
-/// Joins the segment's world as `rank` and waits, up to the timeout of `barrier`, for all other
-/// ranks. Throws UsageError, and what any barrier throws.
+/// Joins the world of the segment, in which this process has its rank, and waits, up to the timeout
+/// of `barrier`, for all other ranks. Throws what any barrier throws, and leaves then.
+std::unique_ptr<HostEngine> join_world(const std::shared_ptr<Membership>& membership,
+                                       const Call& barrier);
+/// The same; throws UsageError if another process has this rank.
 std::unique_ptr<HostEngine> join_world(std::shared_ptr<Segment> segment, int rank,
                                        const Call& barrier);
 
@@ -62,14 +68,16 @@ class Elastic {
   Elastic(std::shared_ptr<Segment> segment, int rank) : segment_(std::move(segment)), rank_(rank) {}
   /// Whether the launcher has ended the generation.
   bool is_over() const noexcept;
-  /// Why it has, and the rank of the world whose loss was the reason; -1: unknown.
-  std::string ending() const;
-  int lost_rank() const noexcept;
+  /// Why it has.
+  internal::Failure why_over() const;
   /// Throws PeerLost if it has, for a wait that is not one of the world's engine.
   void check(const ErrorContext& context) const;
+  /// The same, but only if this host's lease has run out: before a checkpoint is replaced.
+  void check_lease(const ErrorContext& context) const;
   /// Whether processes wait for the next one.
   bool has_waiting_replacements() const noexcept;
-  /// Tells the launcher that this rank has completed a step.
+  /// Tells the launcher that this rank has completed a step; not where its host's lease has run
+  /// out: the others may have gone on without it.
   void step_done() const noexcept;
   /// Whether an earlier generation has completed a step: a rank without its result lacks the state.
   bool has_earlier_steps() const noexcept;

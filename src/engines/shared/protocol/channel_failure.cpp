@@ -123,7 +123,10 @@ void Channel::fail_ended(const Call& call, int awaited) {
 }
 
 void Channel::fail_over(const Call& call) {
-  fail(call, Kind::peer_lost, membership_->why_over(), /*peers=*/{});
+  const Failure why = membership_->why_over();
+  record_failure(why.kind, internal::text_of(why), /*error_number=*/0,
+                 std::span(&why.culprit, why.culprit == Failure::kNoCulprit ? 0 : 1));
+  throw_failure(call);
 }
 
 void Channel::fail_system(const Call& call, int error_number, const std::string& text) {

@@ -59,7 +59,7 @@ void TaggedMessages::check(const Request& request, detail::TimeLimit& limit, uns
   // Ranks that have sent all they had may leave while this one waits for others.
   if (n_left == (is_any ? n_ranks - 1 : 1)) throw_ending(request, left);
   if (channel_.membership()->is_over()) {
-    throw PeerLost(request.context(-1), channel_.membership()->why_over());
+    internal::throw_failure(channel_.membership()->why_over(), request.context(-1));
   }
   if (limit.is_over()) throw_timeout(request, limit.whole());
 }

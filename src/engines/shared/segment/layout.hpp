@@ -78,7 +78,11 @@ struct alignas(kLine) SegmentHeader {
   std::atomic<std::uint32_t> n_ended;    ///< see note_ended
   bool has_earlier_steps;                ///< an earlier generation has completed one
   std::array<char, 512> ending;          ///< why it is over; complete before is_over is set
-  std::int32_t lost_rank_plus_one;      ///< of the world, whose loss ended it; 0: unknown. The same
+  std::int32_t lost_rank_plus_one;  ///< of the world, whose loss ended it; 0: unknown. The same
+  /// BootClock, in ns: when the lease of this host's launcher ends; 0: it has none. See NodeLease.
+  std::atomic<std::int64_t> lease_until;
+  /// How long the launchers may take to know who is lost, in ms; 0: base::patience::kVerdict.
+  std::int64_t verdict_ms;
   std::atomic<std::int64_t> job_clock;  ///< written by the launcher: see base/job_clock.hpp
   /// Released ranges: see free_ranges.hpp.
   alignas(kLine) std::array<std::atomic<std::uint64_t>, kFreeRanges> free_ranges;

@@ -11,6 +11,7 @@
 #include <span>
 #include <thread>
 
+#include "base/boot_clock.hpp"
 #include "base/cpus.hpp"
 #include "base/membarrier.hpp"
 #include "base/text.hpp"
@@ -124,11 +125,31 @@ void Membership::leave(std::string_view failure) noexcept {
   mark_ended(*segment_, world_rank_, failure);
 }
 
-std::string why_over(const SegmentHeader& header) {
-  const bool is_over = header.is_over.load(std::memory_order_acquire);
-  return fmt::format("generation {} of the world is over{}{}; call regroup() for the next one",
-                     header.generation, is_over ? ": " : "",
-                     is_over ? base::text_in(header.ending) : std::string_view());
+bool has_lease_run_out(const SegmentHeader& header) noexcept {
+  const std::int64_t until = header.lease_until.load(std::memory_order_relaxed);
+  return until != 0 && base::BootClock::now().time_since_epoch().count() >= until;
+}
+
+bool is_over(const SegmentHeader& header) noexcept {
+  return header.is_over.load(std::memory_order_seq_cst) || has_lease_run_out(header);
+}
+
+internal::Failure why_over(const SegmentHeader& header) {
+  internal::Failure failure{.kind = internal::Failure::Kind::peer_lost};
+  const bool is_ended = header.is_over.load(std::memory_order_acquire);
+  const std::string_view why = is_ended ? base::text_in(header.ending)
+                               : has_lease_run_out(header)
+                                   ? "the launcher of this host hears nothing from node 0"
+                                   : std::string_view();
+  if (header.is_elastic) {
+    failure.text =
+        fmt::format("generation {} of the world is over{}{}; call regroup() for the next one",
+                    header.generation, why.empty() ? "" : ": ", why);
+  } else {
+    failure.text = why;
+    if (header.lost_rank_plus_one > 0) failure.culprit = header.lost_rank_plus_one - 1;
+  }
+  return failure;
 }
 
 std::atomic<std::uint64_t>* Membership::begin_sleep(std::uint64_t offset) noexcept {

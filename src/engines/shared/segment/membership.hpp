@@ -62,8 +62,13 @@ void claim_rank(RankBlock& block, int rank);
 /// Whether this process was the rank and has left, or failed to join.
 bool has_left(const RankBlock& block) noexcept;
 
-/// "generation 3 of the world is over: rank 1 was killed by signal 9 (SIGKILL); ..."
-std::string why_over(const SegmentHeader& header);
+/// See SegmentHeader::lease_until.
+bool has_lease_run_out(const SegmentHeader& header) noexcept;
+/// Whether the launcher has ended this world, or the lease of this host has run out.
+bool is_over(const SegmentHeader& header) noexcept;
+/// Of a world that is over. With --elastic: "generation 3 of the world is over: rank 1 was killed
+/// by signal 9 (SIGKILL); ..."
+internal::Failure why_over(const SegmentHeader& header);
 
 /// Gives a rank that has ended its place in the order, once. A rank that leaves, and a launcher
 /// that reaps it, know that it ended after those that have a number, and take one of their own; a
@@ -90,13 +95,10 @@ class Membership {
   /// Marks this rank as ended; later calls have no effect.
   void leave(std::string_view failure) noexcept;
 
-  /// Whether the launcher has ended this generation of the world (`lockstep run --elastic`).
-  bool is_over() const noexcept {
-    return segment_->header().is_over.load(std::memory_order_seq_cst);
-  }
+  bool is_over() const noexcept { return shared::is_over(segment_->header()); }
   /// Whether this rank has left an elastic world: its groups there are dead.
   bool has_regrouped() const noexcept { return has_regrouped_.load(std::memory_order_relaxed); }
-  std::string why_over() const { return shared::why_over(segment_->header()); }
+  internal::Failure why_over() const { return shared::why_over(segment_->header()); }
   /// Enclose a sleep on a word of the segment: a launcher that ends the generation wakes it.
   /// Returns the entry for end_sleep; null if there is none left. Threads: any.
   std::atomic<std::uint64_t>* begin_sleep(std::uint64_t offset) noexcept;

@@ -1,0 +1,49 @@
+#include "cli/nodes.hpp"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include "base/fd.hpp"
+
+namespace lockstep::test {
+
+sockaddr_in loopback(int port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_port = htons(static_cast<std::uint16_t>(port));
+  return address;
+}
+
+std::string free_rendezvous() {
+  const base::UniqueFd fd(::socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in address = loopback(0);
+  socklen_t n_bytes = sizeof address;
+  EXPECT_EQ(::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), n_bytes), 0);
+  EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &n_bytes), 0);
+  return fmt::format("127.0.0.1:{}", ntohs(address.sin_port));
+}
+
+std::unique_ptr<Command> start(const Node& node) {
+  std::vector<std::string> arguments = {"run",
+                                        "--nnodes",
+                                        std::to_string(node.n_nodes),
+                                        "--node-rank",
+                                        std::to_string(node.node_rank),
+                                        "--rdzv",
+                                        node.rendezvous,
+                                        "-n",
+                                        std::to_string(node.n_ranks),
+                                        "--rdzv-timeout",
+                                        node.timeout_s};
+  arguments.insert(arguments.end(), node.options.begin(), node.options.end());
+  const std::vector<std::string> script{"sh", "-c", node.script};
+  const std::vector<std::string>& program = node.program.empty() ? script : node.program;
+  arguments.insert(arguments.end(), program.begin(), program.end());
+  return std::make_unique<Command>(
+      StartOptions{.arguments = arguments, .variables = node.variables, .shell = node.shell});
+}
+
+}  // namespace lockstep::test
