@@ -144,7 +144,6 @@ bool is_ancestor(pid_t ancestor, pid_t pid) {
 
 /// The job of its ranks, if these have joined none in the memory of their launcher.
 const RunningJob* job_within(const RunningJob& job, const std::vector<RunningJob>& jobs) {
-  if (job.has_ranks) return nullptr;
   const auto found = std::ranges::find_if(jobs, [&](const RunningJob& other) {
     return other.has_ranks && is_ancestor(job.launcher, other.launcher);
   });
@@ -175,7 +174,9 @@ std::vector<RunningJob> find_jobs() {
   std::vector<RunningJob> result;
   for (auto& [number, job] : jobs) result.push_back(std::move(job));
   const std::vector<RunningJob> all = result;
-  std::erase_if(result, [&](const RunningJob& job) { return job_within(job, all) != nullptr; });
+  std::erase_if(result, [&](const RunningJob& job) {
+    return !job.has_ranks && job_within(job, all) != nullptr;
+  });
   std::sort(result.begin(), result.end(),
             [](const auto& a, const auto& b) { return a.launcher < b.launcher; });
   return result;
@@ -203,6 +204,7 @@ RunningJob find_job(pid_t process) {
                        process));
   }
   RunningJob job = job_of(*found);
+  if (job.has_ranks) return job;
   const std::vector<RunningJob> jobs = find_jobs();
   const RunningJob* const within = job_within(job, jobs);
   return within != nullptr ? *within : job;

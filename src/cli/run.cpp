@@ -149,10 +149,9 @@ std::string read_elastic(const std::string& text, run::Options& options) {
   elastic.least = base::parse_number<int>(text.substr(0, colon)).value_or(0);
   elastic.most = has_most ? base::parse_number<int>(text.substr(colon + 1)).value_or(0) : n_ranks;
   if (elastic.least < 1 || elastic.least > elastic.most || elastic.most > n_ranks) {
-    return fmt::format(
-        "--elastic is '{}', expected MIN or MIN:MAX with 1 <= MIN <= MAX <= {}, the "
-        "ranks of {}",
-        text, n_ranks, n_nodes == 1 ? "-n" : "all nodes");
+    return fmt::format("--elastic is '{}', expected MIN or MIN:MAX with 1 <= MIN <= MAX{}", text,
+                       n_nodes == 1 ? fmt::format(" <= {}, the ranks of -n", n_ranks)
+                                    : ", ranks of all nodes together");
   }
   if (n_nodes > 1 && options.max_restarts > 0) {
     return "--max-restarts starts all ranks of all nodes again, which --elastic with --nnodes does "

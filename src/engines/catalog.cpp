@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
 #include <iterator>
 #include <lockstep/error.hpp>
@@ -174,9 +175,19 @@ int find_host(Engine& engine, const internal::World& world, const Call& barrier)
 const std::vector<Entry>& catalog() {
   static const std::vector<Entry> entries = [] {
     std::vector<Entry> all = {
-        {"shared", shared_available, join_shared},
-        {"hierarchical", hierarchical_available, join_hierarchical},
-        {"ucx", ucx_available, join_ucx, /*is_between_hosts=*/true},
+        {.name = "shared",
+         .available = shared_available,
+         .join = join_shared,
+         .serves_generations = true},
+        {.name = "hierarchical",
+         .available = hierarchical_available,
+         .join = join_hierarchical,
+         .serves_generations = true},
+        {.name = "ucx",
+         .available = ucx_available,
+         .join = join_ucx,
+         .is_between_hosts = true,
+         .serves_generations = true},
         {"mpi", mpi_available, join_mpi, /*is_between_hosts=*/true},
         {"solo", solo_available, join_solo},
     };
@@ -190,8 +201,9 @@ JoinedEngine join(std::string_view backend, internal::World& world, const Call& 
   world.host.reset();
   world.hosts.clear();
   // What the world is now says which engine can serve it.
-  const bool may_regroup =
-      backend == "auto" || backend == "shared" || backend == "ucx" || backend == "hierarchical";
+  const bool may_regroup = std::ranges::any_of(catalog(), [&](const Entry& entry) {
+    return entry.serves_generations && (backend == "auto" || backend == entry.name);
+  });
   if (may_regroup && world.segment && shared::is_elastic(*world.segment)) enter(world, barrier);
   std::string names;
   std::string reasons;

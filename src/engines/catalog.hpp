@@ -39,6 +39,8 @@ struct Entry {
   JoinedEngine (*join)(internal::World& world, const Call& barrier);
   /// Whether it sends ordinary memory between hosts, so that hierarchical may use it there.
   bool is_between_hosts = false;
+  /// Whether it serves the generations of an elastic world, which `lockstep run` tells of.
+  bool serves_generations = false;
 };
 
 /// All engines, in the order in which `auto` tries them.

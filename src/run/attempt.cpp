@@ -41,20 +41,6 @@ int wait_status_of(const siginfo_t& info) {
   }
 }
 
-/// 128 + n for signal n.
-int exit_code_of(int wait_status) {
-  return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
-}
-
-std::string how_ended(int wait_status) {
-  if (!WIFSIGNALED(wait_status)) {
-    return fmt::format("exited with code {}", WEXITSTATUS(wait_status));
-  }
-  const int signal = WTERMSIG(wait_status);
-  return fmt::format("was killed by {} (signal {}, {}{})", name_of_signal(signal), signal,
-                     strsignal(signal), WCOREDUMP(wait_status) ? ", core dumped" : "");
-}
-
 int n_threads(const Options& options) {
   return options.bind == Bind::core ? 1 : std::max(1, base::n_usable_cores() / options.n_ranks);
 }
@@ -440,40 +426,6 @@ int Attempt::world_rank(int place) const { return placement_.first_rank + place;
 
 bool Attempt::is_here(int place) const {
   return place >= placement_.first_rank && place < placement_.first_rank + n_places();
-}
-
-// --- going on after a loss --------------------------------------------------------------------
-
-/// Returns what the rule is told.
-NodeEvent Attempt::note_end(int place, int wait_status) {
-  const Place& ended = at(place);
-  NodeEvent event{.kind = NodeEvent::Kind::ended, .place = world_rank(place)};
-  if (ended.is_late) return event;
-  const auto number = newest().number_of(place);
-  const bool was_rank = number && ended.first_generation;
-  const bool has_finished = was_rank && newest().job->has_finished(*number);
-  const bool is_new =
-      was_rank && ended.first_generation > 0 && ended.first_generation == generations_.newest();
-  const std::string failure = is_new ? newest().job->failure_of(*number) : std::string();
-  print_line(fmt::format("{} {} after {:.2f} s{}", name_of(place), how_ended(wait_status),
-                         seconds(Clock::now() - start_),
-                         has_finished       ? ", after it had done its part; the others go on"
-                         : !failure.empty() ? ": " + failure
-                         : was_rank         ? ""
-                         : !ended.first_generation ? ", before it was a rank of a world"
-                                                   : ", after it had left the world"));
-  if (has_finished && outcome_.exit_code == 0) outcome_.exit_code = exit_code_of(wait_status);
-  if (!was_rank || has_finished) return event;
-  event.generation = generations_.newest();
-  event.why = newest().job->ending_of(*number);
-  event.exit_code = exit_code_of(wait_status);
-  if (!context_.options.env.record_dir) return event;
-  try {  // now: the segment is gone when the next generation has formed
-    newest().job->write_record(*number, *context_.options.env.record_dir);
-  } catch (const SystemError& error) {
-    print_line(error.what());
-  }
-  return event;
 }
 
 // --- time -----------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class Attempt {
   bool is_elastic() const { return context_.options.elastic.least > 0; }
   // the rule, or where there is none, the way to it
   void tell_rule(const NodeEvent& event);
-  void note_loss(const NodeEvent& event);
+  void note_loss(int place, std::string_view why, int exit_code);
   void decide();
   void note_lost_node(int node);
   NodeCommand choose(const std::vector<int>& places);
@@ -224,6 +224,7 @@ class Attempt {
   std::vector<std::optional<int>> first_generation_of_;
   std::vector<bool> has_process_;     // by place of the job, as far as node 0 has heard
   bool has_completed_step_ = false;   // any generation
+  bool has_regrouped_ = false;        // a rank, ever
   std::vector<shared::Lost> losses_;  // of ranks of elastic worlds
   std::optional<int> first_loss_;     // the exit code of the generation's first
   Clock::time_point wakes_again_ = Clock::time_point::max();

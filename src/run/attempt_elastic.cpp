@@ -42,18 +42,52 @@ void Attempt::read_progress() {
   }
 }
 
+/// Returns what the rule is told.
+NodeEvent Attempt::note_end(int place, int wait_status) {
+  const Place& ended = at(place);
+  NodeEvent event{.kind = NodeEvent::Kind::ended, .place = world_rank(place)};
+  if (ended.is_late) return event;
+  const auto number = newest().number_of(place);
+  const bool was_rank = number && ended.first_generation;
+  const bool has_finished = was_rank && newest().job->has_finished(*number);
+  const bool is_new =
+      was_rank && ended.first_generation > 0 && ended.first_generation == generations_.newest();
+  const std::string failure = is_new ? newest().job->failure_of(*number) : std::string();
+  print_line(fmt::format("{} {} after {:.2f} s{}", name_of(place), how_ended(wait_status),
+                         seconds(Clock::now() - start_),
+                         has_finished       ? ", after it had done its part; the others go on"
+                         : !failure.empty() ? ": " + failure
+                         : was_rank         ? ""
+                         : !ended.first_generation ? ", before it was a rank of a world"
+                                                   : ", after it had left the world"));
+  if (has_finished && outcome_.exit_code == 0) outcome_.exit_code = exit_code_of(wait_status);
+  if (!was_rank || has_finished) return event;
+  event.generation = generations_.newest();
+  event.why = newest().job->ending_of(*number);
+  event.exit_code = exit_code_of(wait_status);
+  if (!context_.options.env.record_dir) return event;
+  try {  // now: the segment is gone when the next generation has formed
+    newest().job->write_record(*number, *context_.options.env.record_dir);
+  } catch (const SystemError& error) {
+    print_line(error.what());
+  }
+  return event;
+}
+
 void Attempt::tell_rule(const NodeEvent& event) {
   if (!elastic_) return nodes_->report(event);
-  if (!event.why.empty() && event.generation == elastic_->generation()) note_loss(event);
-  if (event.kind == NodeEvent::Kind::completed_step) has_completed_step_ = true;
-  const bool is_place = event.place >= 0 && event.place < placement_.world_size;
-  if (event.kind == NodeEvent::Kind::ended && is_place) {
-    has_process_[static_cast<std::size_t>(event.place)] = false;
-  }
   const auto reply = event.node == 0 ? elastic_->happened(event, Clock::now())
                                      : elastic_->report(event, Clock::now());
+  if (reply == ElasticMembership::Reply::ignored) return;
+  if (!event.why.empty()) note_loss(event.place, event.why, event.exit_code);
+  if (event.kind == NodeEvent::Kind::completed_step) has_completed_step_ = true;
+  if (event.kind == NodeEvent::Kind::asked && event.generation >= 0) has_regrouped_ = true;
+  if (event.kind == NodeEvent::Kind::ended) {
+    has_process_[static_cast<std::size_t>(event.place)] = false;
+  }
   switch (reply) {
-    case ElasticMembership::Reply::none: return;
+    case ElasticMembership::Reply::none:
+    case ElasticMembership::Reply::ignored: return;
     case ElasticMembership::Reply::echo:
       return tell(event.node, {.kind = NodeCommand::Kind::echo, .sent = event.sent});
     case ElasticMembership::Reply::refuse:
@@ -61,19 +95,19 @@ void Attempt::tell_rule(const NodeEvent& event) {
   }
 }
 
-/// Of a rank of the newest generation.
-void Attempt::note_loss(const NodeEvent& event) {
-  const auto rank = std::ranges::find(members_, event.place);
-  const bool is_noted = std::ranges::any_of(losses_, [&](const shared::Lost& lost) {
-    return lost.rank == rank - members_.begin() &&
-           static_cast<int>(lost.generation) == event.generation;
-  });
-  if (rank == members_.end() || is_noted) return;
-  if (!first_loss_) first_loss_ = event.exit_code;
-  shared::Lost lost{.rank = static_cast<std::int32_t>(rank - members_.begin()),
-                    .generation = static_cast<std::uint32_t>(event.generation),
+/// If it is a rank of the newest generation, also if its node has not heard of that yet.
+void Attempt::note_loss(int place, std::string_view why, int exit_code) {
+  const auto found = std::ranges::find(members_, place);
+  if (found == members_.end()) return;
+  shared::Lost lost{.rank = static_cast<std::int32_t>(found - members_.begin()),
+                    .generation = static_cast<std::uint32_t>(generations_.newest()),
                     .why = {}};
-  base::copy_truncated(lost.why, event.why);
+  const bool is_noted = std::ranges::any_of(losses_, [&](const shared::Lost& other) {
+    return other.rank == lost.rank && other.generation == lost.generation;
+  });
+  if (is_noted) return;
+  if (!first_loss_) first_loss_ = exit_code;
+  base::copy_truncated(lost.why, why);
   losses_.push_back(lost);
 }
 
@@ -84,10 +118,7 @@ void Attempt::note_lost_node(int node) {
   for (int place = 0; place < placement_.world_size; ++place) {
     if (elastic_->node_of(place) != node) continue;
     has_process_[static_cast<std::size_t>(place)] = false;
-    note_loss({.place = place,
-               .generation = generations_.newest(),
-               .why = fmt::format("was lost with {}", name),
-               .exit_code = 1});
+    note_loss(place, "was lost with " + name, /*exit_code=*/1);
   }
   nodes_->drop(node);
 }
@@ -193,10 +224,12 @@ void Attempt::decide() {
 NodeCommand Attempt::choose(const std::vector<int>& places) {
   // Ranks that fail to join a generation ask again from their last one.
   constexpr int kGenerationsOfLosses = 16;
+  constexpr std::size_t kMostLosses = 512;  // that a rank is told of
   const int generation = elastic_->generation();
   std::erase_if(losses_, [&](const shared::Lost& lost) {
     return static_cast<int>(lost.generation) < generation - kGenerationsOfLosses;
   });
+  if (losses_.size() > kMostLosses) losses_.erase(losses_.begin(), losses_.end() - kMostLosses);
   first_loss_.reset();
   members_ = places;
   NodeCommand command{.kind = NodeCommand::Kind::choose,
@@ -220,12 +253,16 @@ void Attempt::tell_all(const NodeCommand& command) {
   for (int node = placement_.n_nodes - 1; node >= 0; --node) tell(node, command);
 }
 
+/// On node 0; another node's reason ends the job on all.
 void Attempt::give_up(const std::string& why) {
   failed_ = true;
   outcome_.exit_code = first_loss_.value_or(1);
   phase_ = Phase::notified;
   phase_deadline_ = Clock::now() + kNotice;
   print_line(why + "; ending the job");
+  if (elastic_ && !has_regrouped_) {
+    print_line("no rank has called regroup() or run_elastic(), by which a program goes on");
+  }
   refuse_all(why);
   if (nodes_ != nullptr) {
     nodes_->report_failed({.exit_code = outcome_.exit_code, .interrupted = false, .text = why});
@@ -266,16 +303,7 @@ void Attempt::carry_out(const NodeCommand& command) {
       wake_delay_ = milliseconds(1);
       wakes_again_ = Clock::now() + wake_delay_;
       return;
-    case Kind::choose: try { enter(command);
-      } catch (const SystemError& error) {
-        if (elastic_) return give_up(error.text());
-        nodes_->report_failed(
-            {.exit_code = 1,
-             .interrupted = false,
-             .text = fmt::format("node {}: {}", placement_.node_rank, error.text())});
-        end_with({.exit_code = 1, .interrupted = false, .text = error.text()});
-      }
-      return;
+    case Kind::choose: return enter(command);
     case Kind::form: formed_ = command.generation; return;
     case Kind::waiting:
       n_waiting_ = command.number;
@@ -331,20 +359,15 @@ void Attempt::kill_late(int place, const std::string& why) {
 }
 
 /// Makes this node's memory of the generation that was chosen, and answers its ranks.
-void Attempt::enter(const NodeCommand& command) {
+void Attempt::enter(const NodeCommand& command) try {
   const int n_ranks = static_cast<int>(command.ranks.size());
   World next;
   hosts_.clear();
-  for (int rank = 0, node = -1; rank < n_ranks; ++rank) {
+  for (int rank = 0, last = -1; rank < n_ranks; ++rank) {
     const int place = command.ranks[static_cast<std::size_t>(rank)].place;
-    int first_place = 0;
-    int of = 0;
-    while (of + 1 < placement_.n_nodes &&
-           place >= first_place + placement_.ranks_of[static_cast<std::size_t>(of)]) {
-      first_place += placement_.ranks_of[static_cast<std::size_t>(of++)];
-    }
-    hosts_.push_back(of == node ? hosts_.back() : rank);
-    node = of;
+    const int node = placement_.node_of(place);
+    hosts_.push_back(node == last ? hosts_.back() : rank);
+    last = node;
     if (!is_here(place)) continue;
     if (next.places.empty()) next.first_rank = rank;
     next.places.push_back(place - placement_.first_rank);
@@ -383,17 +406,19 @@ void Attempt::enter(const NodeCommand& command) {
   }
   print_line(fmt::format("generation {}: {} rank{}", generation, n_ranks,
                          base::plural(static_cast<std::int64_t>(n_ranks))));
-  const std::vector<int> here = next.places;
   worlds_.clear();
   worlds_.emplace(command.generation, std::move(next));
   wakes_again_ = Clock::time_point::max();
   // The ranks of one host do not ask for addresses.
   if (placement_.n_nodes == 1 || n_here < n_ranks) return;
-  for (const int place : here) {
+  for (const int place : newest().places) {
     tell_rule({.kind = NodeEvent::Kind::gave_address,
                .place = world_rank(place),
                .generation = command.generation});
   }
+} catch (const SystemError& error) {
+  give_up(nodes_ == nullptr ? error.text()
+                            : fmt::format("node {}: {}", placement_.node_rank, error.text()));
 }
 
 // --- the lease of a node other than node 0

@@ -154,8 +154,8 @@ int ElasticMembership::join(int node, Clock::time_point now) {
 ElasticMembership::Reply ElasticMembership::report(const NodeEvent& event, Clock::time_point now) {
   Node& node = nodes_[static_cast<std::size_t>(event.node)];
   if (node.state != Node::State::member || event.incarnation != node.incarnation)
-    return Reply::none;
-  if (event.number <= node.last_number) return Reply::none;  // repeated
+    return Reply::ignored;
+  if (event.number <= node.last_number) return Reply::ignored;  // repeated
   node.last_number = event.number;
   if (event.kind == NodeEvent::Kind::heartbeat) {
     node.until = now + NodeLease::at_node_0(options_.lease);
@@ -163,7 +163,7 @@ ElasticMembership::Reply ElasticMembership::report(const NodeEvent& event, Clock
   }
   if (event.place < 0 || event.place >= static_cast<int>(places_.size()) ||
       node_of(event.place) != event.node) {
-    return Reply::none;
+    return Reply::ignored;
   }
   return happened(event, now);
 }

@@ -90,6 +90,7 @@ class ElasticMembership {
   int join(int node, Clock::time_point now);
   enum class Reply : std::uint8_t {
     none,
+    ignored,
     echo,    ///< of the heartbeat
     refuse,  ///< the rank that has asked: the others went on without it
   };

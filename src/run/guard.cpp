@@ -119,7 +119,9 @@ void Guard::add_own_group() const noexcept { send(channel_.get(), {.group = getp
 void Guard::remove_group(pid_t group) const noexcept { send(channel_.get(), {.group = -group}); }
 
 void Guard::set_lease(BootClock::time_point until) const noexcept {
-  send(channel_.get(), {.group = 0, .lease_until = until.time_since_epoch().count()});
+  // A guard that is stopped must not stop its launcher.
+  const Message message{.group = 0, .lease_until = until.time_since_epoch().count()};
+  ::send(channel_.get(), &message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
 }  // namespace lockstep::run

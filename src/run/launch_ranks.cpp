@@ -17,6 +17,7 @@
 #include "base/plural.hpp"
 #include "run/attempt.hpp"
 #include "run/errors.hpp"
+#include "run/node_link.hpp"
 #include "run/rank_environment.hpp"
 
 namespace lockstep::run {

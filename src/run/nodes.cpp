@@ -1,13 +1,7 @@
 #include "run/nodes.hpp"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <ifaddrs.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -15,7 +9,6 @@
 #include <array>
 #include <cerrno>
 #include <climits>
-#include <csignal>
 #include <cstring>
 #include <lockstep/error.hpp>
 #include <numeric>
@@ -28,6 +21,7 @@
 #include "base/fd.hpp"
 #include "base/patience.hpp"
 #include "run/errors.hpp"
+#include "run/node_link.hpp"
 #include "run/node_message.hpp"
 #include "run/rank_environment.hpp"
 #include "world/environment.hpp"
@@ -37,270 +31,10 @@ namespace {
 
 using Kind = NodeMessageKind;
 using std::chrono::milliseconds;
-using Clock = std::chrono::steady_clock;
 
 constexpr milliseconds kRetryEvery{100};
 /// Limit of the last messages, to nodes that do not read.
 constexpr milliseconds kMostToSend{1000};
-/// Limit of one connection attempt if there is no answer.
-constexpr milliseconds kConnectTime{3000};
-
-int timeout_to(Clock::time_point when) {
-  const auto left = std::chrono::ceil<milliseconds>(when - Clock::now()).count();
-  return static_cast<int>(std::clamp<milliseconds::rep>(left, 0, 1000));
-}
-
-/// Polls until `until`, for a second at most. Throws Interrupted.
-void poll_or_interrupt(std::vector<pollfd> entries, Clock::time_point until,
-                       const Signals& signals) {
-  entries.push_back({.fd = signals.fd(), .events = POLLIN, .revents = 0});
-  if (::poll(entries.data(), entries.size(), timeout_to(until)) < 0 && errno != EINTR) {
-    throw system_error("cannot wait for the other nodes");
-  }
-  while (const std::optional<Signal> signal = signals.next()) {
-    if (signal->number == SIGTSTP) {
-      Signals::stop_by(SIGTSTP, /*whole_group=*/false);
-      continue;
-    }
-    // Warnings are for ranks, and none runs yet.
-    if (signal->number != SIGCHLD && !is_warning(signal->number)) throw Interrupted{signal->number};
-  }
-}
-
-struct FreeAddresses {
-  void operator()(addrinfo* addresses) const { ::freeaddrinfo(addresses); }
-};
-using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
-
-/// Null for `host`: every address of this machine.
-Addresses resolve(const char* host, const NodesOptions& options) {
-  addrinfo hints{};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  hints.ai_flags = host == nullptr ? AI_PASSIVE : 0;
-  addrinfo* found = nullptr;
-  const int error = ::getaddrinfo(host, std::to_string(options.port).c_str(), &hints, &found);
-  if (error != 0) {
-    throw usage_error(fmt::format("--rdzv {}:{}: cannot find the host: {}", options.host,
-                                  options.port, ::gai_strerror(error)));
-  }
-  return Addresses(found);
-}
-
-base::UniqueFd open_socket(const addrinfo& address) {
-  base::UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd) throw system_error("cannot open a socket");
-  return fd;
-}
-
-void set_option(int fd, int level, int option, int value) {
-  ::setsockopt(fd, level, option, &value, sizeof value);
-}
-
-bool can_bind(const addrinfo& address) {
-  sockaddr_storage any_port{};
-  std::memcpy(&any_port, address.ai_addr, address.ai_addrlen);
-  reinterpret_cast<sockaddr_in&>(any_port).sin_port = 0;  // at the same place in sockaddr_in6
-  const base::UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  return fd && ::bind(fd.get(), reinterpret_cast<sockaddr*>(&any_port), address.ai_addrlen) == 0;
-}
-
-base::UniqueFd listen_at(const addrinfo& address) {
-  base::UniqueFd fd(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd) return {};
-  set_option(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
-  if (address.ai_family == AF_INET6) set_option(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
-  const bool listens = ::bind(fd.get(), address.ai_addr, address.ai_addrlen) == 0 &&
-                       ::listen(fd.get(), SOMAXCONN) == 0;
-  return listens ? std::move(fd) : base::UniqueFd();
-}
-
-bool is_literal(const std::string& host) {
-  in6_addr ignored{};
-  return ::inet_pton(AF_INET, host.c_str(), &ignored) == 1 ||
-         ::inet_pton(AF_INET6, host.c_str(), &ignored) == 1;
-}
-
-/// Empty if the host of --rdzv is another machine, or the port is in use: see errno. A literal
-/// address is the only one to listen at. A name listens at every address of this machine, which may
-/// resolve it to another address than the other nodes do: Debian's /etc/hosts gives 127.0.1.1.
-base::UniqueFd listen_at(const NodesOptions& options) {
-  Addresses addresses = resolve(options.host.c_str(), options);
-  if (is_literal(options.host)) return listen_at(*addresses);
-  const addrinfo* own = addresses.get();
-  while (own != nullptr && !can_bind(*own)) own = own->ai_next;
-  if (own == nullptr) return {};
-  addresses = resolve(nullptr, options);
-  for (const int family : {AF_INET6, AF_INET}) {  // an IPv6 socket accepts IPv4 too
-    for (own = addresses.get(); own != nullptr; own = own->ai_next) {
-      if (own->ai_family != family) continue;
-      base::UniqueFd listener = listen_at(*own);
-      if (listener || errno == EADDRINUSE) return listener;
-    }
-  }
-  return {};
-}
-
-/// Detects a vanished machine: TCP keepalive gives up after some 20 s.
-void enable_keepalive(int fd) {
-  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 20'000);
-  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-}
-
-/// The interface with the connection's own address; empty if there is none.
-std::string interface_of(int fd) {
-  sockaddr_storage own{};
-  socklen_t n_bytes = sizeof own;
-  ifaddrs* all = nullptr;
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &n_bytes) != 0 ||
-      ::getifaddrs(&all) != 0) {
-    return {};
-  }
-  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> list(all, ::freeifaddrs);
-  const auto bytes_of = [](const sockaddr* address) -> std::string_view {
-    if (address->sa_family == AF_INET6) {
-      const auto* const six = reinterpret_cast<const sockaddr_in6*>(address);
-      const auto* const bytes = reinterpret_cast<const char*>(&six->sin6_addr);
-      // An IPv4 connection to a socket of both.
-      if (IN6_IS_ADDR_V4MAPPED(&six->sin6_addr)) return {bytes + 12, 4};
-      return {bytes, sizeof six->sin6_addr};
-    }
-    const auto* const four = reinterpret_cast<const sockaddr_in*>(address);
-    return {reinterpret_cast<const char*>(&four->sin_addr), sizeof four->sin_addr};
-  };
-  const std::string_view wanted = bytes_of(reinterpret_cast<const sockaddr*>(&own));
-  for (const ifaddrs* one = list.get(); one != nullptr; one = one->ifa_next) {
-    if (one->ifa_addr == nullptr) continue;
-    const int family = one->ifa_addr->sa_family;
-    if ((family == AF_INET || family == AF_INET6) && bytes_of(one->ifa_addr) == wanted) {
-      return one->ifa_name;
-    }
-  }
-  return {};
-}
-
-}  // namespace
-
-/// One connection: sends and receives complete messages.
-class Link {
- public:
-  /// Of node 0, or not identified yet.
-  explicit Link(base::UniqueFd fd, bool is_known = false) : fd_(std::move(fd)) {
-    enable_keepalive(fd_.get());
-    reader_.accepts_body = is_known;
-  }
-  void identify(int node) {
-    node_rank = node;
-    reader_.accepts_body = true;
-  }
-
-  int fd() const { return fd_.get(); }
-  bool is_open() const { return static_cast<bool>(fd_); }
-  void close() { fd_.reset(); }
-  /// The other end's address.
-  std::string peer() const {
-    sockaddr_storage address{};
-    socklen_t n_bytes = sizeof address;
-    auto* const generic = reinterpret_cast<sockaddr*>(&address);
-    std::array<char, NI_MAXHOST> host{};
-    const bool is_known =
-        ::getpeername(fd_.get(), generic, &n_bytes) == 0 &&
-        ::getnameinfo(generic, n_bytes, host.data(), host.size(), nullptr, 0, NI_NUMERICHOST) == 0;
-    return is_known ? host.data() : "an unknown address";
-  }
-
-  /// Sends it at once if the connection takes it, and otherwise with send_rest().
-  void send(const NodeMessage& message, std::string_view body = {}) {
-    if (!fd_) return;
-    unsent_.append(reinterpret_cast<const char*>(&message), sizeof message);
-    unsent_.append(body);
-    send_rest();
-  }
-  void send_rest() {
-    while (fd_ && has_unsent()) {
-      const ssize_t n = ::send(fd_.get(), unsent_.data(), unsent_.size(), MSG_NOSIGNAL);
-      if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) {
-        if (errno != EAGAIN) unsent_.clear();  // receive() finds that it is closed
-        return;
-      }
-      unsent_.erase(0, static_cast<std::size_t>(n));
-    }
-  }
-  bool has_unsent() const { return !unsent_.empty(); }
-
-  /// The next message, without waiting; of another protocol version: only its head is valid. Closes
-  /// the link if the peer closed it or is not lockstep.
-  std::optional<ReceivedMessage> receive() {
-    for (;;) {
-      if (auto message = reader_.next()) return message;
-      if (reader_.is_foreign()) close();
-      if (!fd_) return std::nullopt;
-      std::array<char, sizeof(NodeMessage)> bytes;
-      const ssize_t n =
-          ::recv(fd_.get(), bytes.data(), std::min(reader_.n_wanted(), bytes.size()), 0);
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0 && errno == EAGAIN) return std::nullopt;
-      if (n <= 0) {
-        close();
-        return std::nullopt;
-      }
-      reader_.add({bytes.data(), static_cast<std::size_t>(n)});
-    }
-  }
-  bool is_foreign() const { return reader_.is_foreign(); }
-
-  int node_rank = -1;  ///< of the other end; -1: not identified yet
-  int n_ranks = 0;
-  bool is_done = false;
-  bool is_joining = false;  ///< of an elastic job that runs: asks to be a member
-  int incarnation = 1;      ///< that node 0 has given it
-
- private:
-  base::UniqueFd fd_;
-  NodeMessageReader reader_;
-  std::string unsent_;
-};
-
-namespace {
-
-/// Returns the errno value with which a pending connection could not be accepted; 0: none.
-int accept_pending(int listener, std::vector<std::unique_ptr<Link>>& links) {
-  for (std::size_t i = 0; i < kMaxUnidentified; ++i) {
-    base::UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!fd) {
-      const bool is_short =
-          errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-      return is_short ? errno : 0;
-    }
-    links.push_back(std::make_unique<Link>(std::move(fd)));
-  }
-  return 0;
-}
-
-/// Returns the errno value of the failure; 0: the socket is connected.
-int connect(int fd, const addrinfo& address, Clock::time_point deadline, const Signals& signals) {
-  if (::connect(fd, address.ai_addr, address.ai_addrlen) == 0) return 0;
-  if (errno != EINPROGRESS) return errno;
-  // The last attempt also gets the time to find out why it failed.
-  const auto now = Clock::now();
-  const auto until = std::max(std::min(deadline, now + kConnectTime), now + kRetryEvery);
-  const pollfd written{.fd = fd, .events = POLLOUT, .revents = 0};
-  while (Clock::now() < until) {
-    poll_or_interrupt({written}, until, signals);
-    pollfd entry = written;
-    if (::poll(&entry, 1, 0) != 1) continue;
-    int error_number = 0;
-    socklen_t n_bytes = sizeof error_number;
-    ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error_number, &n_bytes);
-    return error_number;
-  }
-  return ETIMEDOUT;
-}
 
 }  // namespace
 
@@ -400,7 +134,10 @@ void Nodes::accept_nodes(const Signals& signals, int n_restarts) {
     poll_or_interrupt(entries, deadline_, signals);
     const int shortage = accept_pending(listener_.get(), links_);
     for (const auto& link : links_) {
-      if (const auto hello = link->receive()) join(*link, hello->message, n_restarts, ranks_of);
+      const auto hello = link->receive();
+      if (hello && greet(*link, hello->message, n_restarts, ranks_of)) {
+        ranks_of[static_cast<std::size_t>(link->node_rank)] = hello->message.n_ranks;
+      }
       if (link->is_open() || link->node_rank < 0) continue;
       ranks_of[static_cast<std::size_t>(link->node_rank)] = 0;  // it may connect again
     }
@@ -412,38 +149,41 @@ void Nodes::accept_nodes(const Signals& signals, int n_restarts) {
   send_layout(std::move(ranks_of));
 }
 
-HelloReply Nodes::reply_to(const NodeMessage& hello, int n_restarts,
-                           const std::vector<int>& ranks_of) const {
+bool Nodes::greet(Link& link, const NodeMessage& hello, int n_restarts,
+                  std::span<const int> ranks_of) {
   HelloReply reply = validate_hello(hello, options_, elastic_, address_, n_restarts, ranks_of);
-  if (reply.action == HelloReply::Action::join && hello.key != 0 && hello.key != placement_.key) {
-    reply = {.action = HelloReply::Action::reject,
-             .text = fmt::format("the job of node {} has ended; at {} is another one",
-                                 hello.node_rank, address_)};
+  if (reply.action == HelloReply::Action::join) {
+    const auto node = static_cast<std::size_t>(hello.node_rank);
+    if (hello.key != 0 && hello.key != placement_.key) {
+      reply = {.action = HelloReply::Action::reject,
+               .text = fmt::format("the job of node {} has ended; at {} is another one",
+                                   hello.node_rank, address_)};
+    } else if (runs() && hello.n_ranks != placement_.ranks_of[node]) {
+      reply = {
+          .action = HelloReply::Action::reject,
+          .text = fmt::format("node {} had {} ranks, and returns to {} with {}", hello.node_rank,
+                              placement_.ranks_of[node], address_, hello.n_ranks)};
+    }
   }
-  return reply;
-}
-
-void Nodes::join(Link& link, const NodeMessage& hello, int n_restarts, std::vector<int>& ranks_of) {
-  const HelloReply reply = reply_to(hello, n_restarts, ranks_of);
   switch (reply.action) {
-    case HelloReply::Action::ignore: link.close(); return;
-    case HelloReply::Action::reject: reject(link, reply.text); return;
-    case HelloReply::Action::reject_all: reject_all(reply.text);
+    case HelloReply::Action::ignore: link.close(); return false;
+    case HelloReply::Action::reject_all:
+      if (!runs()) reject_all(reply.text);
+      [[fallthrough]];
+    case HelloReply::Action::reject: reject(link, reply.text); return false;
     case HelloReply::Action::join: break;
   }
   link.identify(hello.node_rank);
   host_names_[hello.node_rank] = text_of(hello);
-  link.n_ranks = hello.n_ranks;
-  ranks_of[static_cast<std::size_t>(hello.node_rank)] = hello.n_ranks;
   // The report of missing nodes must arrive before any node's timeout.
   deadline_ = std::min(deadline_, Clock::now() + reply.timeout);
+  return true;
 }
 
 void Nodes::drop_links(int shortage) {
   auto n_unidentified = static_cast<std::size_t>(std::ranges::count_if(
       links_, [](const auto& link) { return link->is_open() && link->node_rank < 0; }));
-  const bool runs = placement_.world_size > 0;
-  if (shortage != 0 && n_unidentified == 0 && !runs) {
+  if (shortage != 0 && n_unidentified == 0 && !runs()) {
     errno = shortage;
     throw system_error(
         fmt::format("node 0 cannot accept another node at {}: raise the limit of open files "
@@ -499,29 +239,12 @@ void Nodes::accept_again() {
   const int shortage = accept_pending(listener_.get(), links_);
   for (const auto& link : links_) {
     if (link->node_rank >= 0 && !link->is_joining) continue;
-    const auto received = link->receive();
-    if (!received || link->is_joining) continue;
-    const NodeMessage& hello = received->message;
-    std::vector<int> ranks_of = placement_.ranks_of;
-    const bool is_node = hello.node_rank > 0 && hello.node_rank < options_.n_nodes;
-    const int n_ranks =
-        is_node ? std::exchange(ranks_of[static_cast<std::size_t>(hello.node_rank)], 0) : 0;
-    HelloReply reply = reply_to(hello, /*n_restarts=*/0, ranks_of);
-    if (reply.action == HelloReply::Action::join && hello.n_ranks != n_ranks) {
-      reply = {.action = HelloReply::Action::reject,
-               .text = fmt::format("node {} had {} ranks, and returns to {} with {}",
-                                   hello.node_rank, n_ranks, address_, hello.n_ranks)};
-    }
-    switch (reply.action) {
-      case HelloReply::Action::ignore: link->close(); break;
-      case HelloReply::Action::reject:
-      case HelloReply::Action::reject_all: reject(*link, reply.text); break;
-      case HelloReply::Action::join:
-        link->identify(hello.node_rank);
-        host_names_[hello.node_rank] = text_of(hello);
-        link->is_joining = true;
-        break;
-    }
+    const auto hello = link->receive();
+    if (!hello || link->is_joining) continue;
+    // Each node but this one may return.
+    std::vector<int> ranks_of(placement_.ranks_of.size(), 0);
+    ranks_of[0] = n_ranks_;
+    link->is_joining = greet(*link, hello->message, /*n_restarts=*/0, ranks_of);
   }
   drop_links(shortage);
 }

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,28 +15,20 @@
 #include "base/fd.hpp"
 #include "run/elastic_membership.hpp"
 #include "run/node_lease.hpp"
+#include "run/node_sockets.hpp"
 #include "run/options.hpp"
 #include "run/rank_layout.hpp"
 #include "run/signals.hpp"
 
 namespace lockstep::run {
 
-/// Limit of unidentified connections; the oldest are dropped.
-inline constexpr std::size_t kMaxUnidentified = 256;
-
 /// A launcher's world on one machine. Throws what choose_master_port throws.
 RankLayout single_node_layout(int n_ranks, const std::string& run_id);
-
-/// A signal ended the launcher while it waited for the other nodes.
-struct Interrupted {
-  int signal;
-};
 
 class Link;
 struct NodeMessage;
 struct ReceivedMessage;
 struct NodeCommand;
-struct HelloReply;
 
 /// This launcher's connection to the other nodes, for one start of the ranks: node 0 listens, the
 /// others connect. It carries the number of ranks per node, the ranks' addresses and how each node
@@ -103,11 +96,11 @@ class Nodes {
 
   // node 0. ranks_of: how many ranks each node has; 0: it has not connected
   void accept_nodes(const Signals& signals, int n_restarts);
-  void join(Link& link, const NodeMessage& hello, int n_restarts, std::vector<int>& ranks_of);
+  /// Answers a hello. Returns whether the node may join.
+  bool greet(Link& link, const NodeMessage& hello, int n_restarts, std::span<const int> ranks_of);
   /// Of an elastic job that runs: connections that have come.
   void accept_again();
-  HelloReply reply_to(const NodeMessage& hello, int n_restarts,
-                      const std::vector<int>& ranks_of) const;
+  bool runs() const { return placement_.world_size > 0; }  ///< the job has begun
   void send_layout_to(Link& link);
   Link* link_of(int node) const;
   /// Drops closed links, and the oldest unidentified ones above their limit. shortage: the errno

@@ -27,6 +27,15 @@ struct RankLayout {
   std::vector<int> ranks_of{};  ///< by node
   /// Of this launcher in an elastic job of several nodes: 1, or more if it joins a running one.
   int incarnation = 1;
+
+  /// Of a place of the job: they are numbered from those of node 0 on.
+  int node_of(int place) const {
+    int node = 0;
+    for (; node + 1 < n_nodes && place >= ranks_of[static_cast<std::size_t>(node)]; ++node) {
+      place -= ranks_of[static_cast<std::size_t>(node)];
+    }
+    return node;
+  }
 };
 
 /// Why a failure on another node ends this node's ranks.

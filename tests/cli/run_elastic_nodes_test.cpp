@@ -282,7 +282,7 @@ TEST_F(RunElasticNodesTest, wrong_options_are_refused) {
   };
   EXPECT_TRUE(
       contains(refusal(with({"1", "--max-restarts", "1"})), "--max-restarts starts all ranks"));
-  EXPECT_TRUE(contains(refusal(with({"3:2"})), "the ranks of all nodes"));
+  EXPECT_TRUE(contains(refusal(with({"3:2"})), "1 <= MIN <= MAX, ranks of all nodes together"));
   EXPECT_TRUE(contains(refusal({"--elastic-lease", "2"}), "it needs --elastic and --nnodes"));
 }
 

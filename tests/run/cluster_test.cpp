@@ -519,27 +519,9 @@ class Cluster {
       default: event.kind = NodeEvent::Kind::finished; break;
     }
     if (node != 0) return report(node, event);
-    const LocalTime now = local(0);
-    switch (event.kind) {
-      case NodeEvent::Kind::asked:
-        if (!rule_.asked(event.place, limit_, now)) at(process).is_refused = true;
-        break;
-      case NodeEvent::Kind::gave_address:
-        if (value == newest_) rule_.gave_address(event.place);
-        break;
-      case NodeEvent::Kind::ended:
-        at(process).is_end_known = true;
-        rule_.ended(event.place, event.is_done, now);
-        break;
-      case NodeEvent::Kind::completed_step:
-        if (value == newest_) rule_.completed_step();
-        break;
-      case NodeEvent::Kind::finished:
-        if (value == newest_) rule_.finished(event.place);
-        break;
-      case NodeEvent::Kind::heartbeat:
-      case NodeEvent::Kind::killed: break;
-    }
+    at(process).is_end_known |= event.kind == NodeEvent::Kind::ended;
+    const auto reply = rule_.happened(event, local(0));
+    at(process).is_refused |= reply == ElasticMembership::Reply::refuse;
     advance();
   }
 
@@ -808,7 +790,8 @@ class Cluster {
       }
     }
     switch (rule_.report(event, now)) {
-      case ElasticMembership::Reply::none: break;
+      case ElasticMembership::Reply::none:
+      case ElasticMembership::Reply::ignored: break;
       case ElasticMembership::Reply::echo:
         tell(event.node, {.kind = Command::Kind::echo, .sent = report.sent});
         break;
