@@ -174,13 +174,12 @@ TEST(ElasticHostsTest, hosts_and_ranks_that_are_lost_do_not_change_the_numbers) 
   if (std::string(UCX_MODULE).empty()) GTEST_SKIP() << "built without UCX";
   const unsigned n_events = setting("LOCKSTEP_FAULT_RUNS", 10);
   const unsigned seed = setting("LOCKSTEP_FAULT_SEED", 1);
-  const std::string n_steps = std::to_string(80 * n_events);
   const TemporaryFolder folder;
-  const auto training = [&](const char* out) {
+  const auto training = [&](const char* out, const std::string& n_steps) {
     return std::vector<std::string>{ELASTIC_TRAINING, LOCKSTEP_DIGITS, folder / out, n_steps};
   };
-  std::vector<std::string> program = training("hosts");
-  program.insert(program.end(), {"paced", folder / "end"});
+  std::vector<std::string> program = training("hosts", "0");
+  program.insert(program.end(), {"until", folder / "end"});
   std::string events;
   std::set<std::string> bits;
   int n_ranks = 0;
@@ -195,18 +194,19 @@ TEST(ElasticHostsTest, hosts_and_ranks_that_are_lost_do_not_change_the_numbers) 
     for (const Ended& ended : hosts.wait()) {
       EXPECT_EQ(ended.exit_code, 0) << ended.out << ended.err;
       for (const std::string& line : lines_of(ended.out)) {
-        const std::size_t at = line.find("parameters ");
-        if (at == line.npos) continue;
-        bits.insert(line.substr(at));
+        const std::size_t at = line.find(": ");  // N steps, parameters BITS
+        if (at == line.npos || !contains(line, " steps, parameters ")) continue;
+        bits.insert(line.substr(at + 2));
         ++n_ranks;
       }
     }
   }
   EXPECT_EQ(n_ranks, kRanks) << events;
-  EXPECT_EQ(bits.size(), 1U) << events;
+  ASSERT_EQ(bits.size(), 1U) << events;
 
   std::vector<std::string> alone{"-n", "1"};
-  const std::vector<std::string> words = training("alone");
+  const std::vector<std::string> words =
+      training("alone", bits.begin()->substr(0, bits.begin()->find(' ')));
   alone.insert(alone.end(), words.begin(), words.end());
   alone.emplace_back("alone");
   ASSERT_EQ(run(StartOptions{.arguments = alone, .watchdog = kNoHang}).exit_code, 0);

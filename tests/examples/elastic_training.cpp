@@ -3,7 +3,7 @@
 // elastic_training DIGITS OUT STEPS MODE, of which MODE is
 //   alone         nothing disturbs it
 //   random KILLS  a process ends at a random time in every 24 steps
-//   paced FILE    until FILE is there steps take time, more and more
+//   until FILE    not for STEPS, but until FILE is there; a step takes 20 ms at least
 //   kill          place 3 is killed in the middle of step 10
 //   leave         place 3 leaves before step 10
 //   change        place 3 is killed when the others have changed parameters in a step that is not
@@ -112,13 +112,16 @@ int main(int argc, char** argv) {
       }
       nn::DistributedDataParallel ddp(model);
       const nn::SyncBatchNormScope scope;
-      while (state.step() < n_steps) {
+      const auto is_done = [&] {
+        if (mode != "until") return state.step() >= n_steps;
+        const int is_there = std::filesystem::exists(argv[5]) ? 1 : 0;
+        return lockstep::all_reduce_value(is_there, lockstep::ReduceOp::max) != 0;
+      };
+      while (!is_done()) {
         const auto step = static_cast<int>(state.step());
         const bool is_end = place == 3 && !is_replacement && step == 10;
         if (fate != nullptr) fate->train(step);
-        if (mode == "paced" && !std::filesystem::exists(argv[5])) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(10 + 400 * step / n_steps));
-        }
+        if (mode == "until") std::this_thread::sleep_for(std::chrono::milliseconds(20));
         if (is_end && mode == "leave") std::exit(0);
         if (mode == "stuck") {
           throw lockstep::PeerLost({.operation = "forward"}, "a layer of an earlier world");

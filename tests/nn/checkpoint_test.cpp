@@ -25,6 +25,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/boot_clock.hpp"
+#include "engines/shared/bootstrap/job.hpp"
 #include "helpers.hpp"
 #include "support/expect.hpp"
 #include "support/waiting.hpp"
@@ -210,6 +212,33 @@ TEST_F(CheckpointTest, non_regular_file_is_not_replaced) {
   });
   EXPECT_TRUE(std::filesystem::is_fifo(fifo));
   EXPECT_EQ(files(), std::vector<std::string>{"fifo"});
+}
+
+// The others of the job may have gone on, and written a newer one.
+TEST_F(CheckpointTest, is_not_replaced_by_a_host_without_a_lease) {
+  const std::string file = path("training.pt");
+  shared::Job job(1, {}, /*is_elastic=*/true);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    for (const char* name : {"RANK", "LOCAL_RANK"}) ::setenv(name, "0", 1);
+    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "1", 1);
+    ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
+    init_dist();
+    const auto save = [&] {
+      save_checkpoint(file, [](auto& archive) { archive.write("value", at::ones({1})); });
+    };
+    save();
+    const auto written = std::filesystem::last_write_time(file);
+    job.set_lease(base::BootClock::now());
+    test::expect_contains(test::thrown<Error>(save),
+                          "the launcher of this host hears nothing from node 0");
+    EXPECT_EQ(std::filesystem::last_write_time(file), written);
+    EXPECT_EQ(files(), std::vector<std::string>{"training.pt"});
+    ::_exit(HasFailure() ? 1 : 0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
 }
 
 /// Inside a tensor, where libtorch does not look.
