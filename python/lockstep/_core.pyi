@@ -66,6 +66,12 @@ def finish_elastic() -> None:
 def has_earlier_steps() -> bool:
     """Whether an earlier generation of the world has completed a step: where no rank has its result, it is lost."""
 
+def replace_file(path: str, data: bytes) -> None:
+    """Replaces a file atomically, and waits for the disk; on several elastic hosts not one that a later generation has written."""
+
+def read_file(path: str) -> bytes:
+    """What replace_file has written."""
+
 def is_beside_elastic() -> bool:
     """Whether `lockstep run --elastic` has started this rank, and its world is over another backend, which the
     launcher does not keep running.

@@ -361,7 +361,8 @@ class ElasticState:
         if self._save is None or _core.get_rank() != 0:
             return None
         try:
-            _write_file(self._save, self._packed())
+            data = self._packed()
+            _core.replace_file(self._save, data + _hash(data) + _MAGIC)
         except Exception as error:
             return error
         return None
@@ -468,27 +469,10 @@ def _set_generators(states: dict[str, Any]) -> None:
 _MAGIC = b"lockstep"  # behind the archive, whose readers look for its end from behind: with a hash, because torch checks none
 
 
-def _write_file(path: str, data: bytes) -> None:
-    """Replaces it atomically."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(f"{path} is not a regular file")
-    with open(f"{path}.part", "wb") as file:
-        file.write(data + hashlib.blake2b(data, digest_size=16).digest() + _MAGIC)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.part", path)
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
-    try:
-        os.fsync(folder)  # it records the rename
-    finally:
-        os.close(folder)
-
-
 def read_file(path: str) -> bytes:
-    with open(path, "rb") as file:
-        bytes_ = file.read()
+    bytes_ = _core.read_file(path)
     n = len(bytes_) - len(_MAGIC) - 16
     data = bytes_[: max(0, n)]
-    if bytes_[n + 16 :] != _MAGIC or hashlib.blake2b(data, digest_size=16).digest() != bytes_[n : n + 16]:
+    if bytes_[n + 16 :] != _MAGIC or _hash(data) != bytes_[n : n + 16]:
         raise ValueError("it is damaged, or no file that an ElasticState has written")
     return data

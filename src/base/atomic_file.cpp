@@ -81,8 +81,10 @@ void sync(int fd, const std::string& path) {
 
 }  // namespace
 
-AtomicFile::AtomicFile(std::string path, mode_t mode)
-    : path_(replaceable(std::move(path))), part_(path_ + ".part"), fd_(make(part_, mode)) {}
+AtomicFile::AtomicFile(std::string path, mode_t mode, std::string_view suffix)
+    : path_(replaceable(std::move(path))),
+      part_(path_ + std::string(suffix)),
+      fd_(make(part_, mode)) {}
 
 AtomicFile::~AtomicFile() {
   if (!is_committed_) ::unlink(part_.c_str());

@@ -12,14 +12,14 @@
 
 namespace lockstep::base {
 
-/// A file replaced atomically: written as `path`.part and renamed, so readers of `path` see the old
-/// or the complete new file. Removed unless committed; the next writer replaces a file left by a
-/// kill. A symbolic link is kept: the file that it leads to is replaced. Does not replace anything
-/// but a regular file (a device, a FIFO, a folder). One writer per path at a time. All members
-/// throw std::system_error: EFBIG rather than SIGXFSZ.
+/// A file replaced atomically: written as `path``suffix` and renamed, so readers of `path` see the
+/// old or the complete new file. Removed unless committed; the next writer replaces a file left by
+/// a kill. A symbolic link is kept: the file that it leads to is replaced. Does not replace
+/// anything but a regular file (a device, a FIFO, a folder). One writer per path at a time. All
+/// members throw std::system_error: EFBIG rather than SIGXFSZ.
 class AtomicFile {
  public:
-  AtomicFile(std::string path, mode_t mode);
+  AtomicFile(std::string path, mode_t mode, std::string_view suffix = ".part");
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;

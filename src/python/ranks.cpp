@@ -7,6 +7,7 @@
 #include <lockstep/world.hpp>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "python/call.hpp"
@@ -16,6 +17,7 @@
 #include "python/interrupts.hpp"
 #include "python/str.hpp"
 #include "python/where.hpp"
+#include "world/elastic_file.hpp"
 #include "world/environment.hpp"
 #include "world/session.hpp"
 #include "world/variables.hpp"
@@ -89,6 +91,32 @@ nb::tuple regroup_here(nb::handle timeout) {
   }
   for (const int rank : regrouped.joined) joined.append(rank);
   return nb::make_tuple(regrouped.rank, regrouped.size, regrouped.generation, lost, joined);
+}
+
+/// OSError, of what std::system_error says.
+template <class F>
+auto with_os_errors(F f) {
+  try {
+    const GilReleased released;
+    return f();
+  } catch (const std::system_error& error) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    throw nb::python_error();
+  }
+}
+
+void replace_file(const std::string& path, const nb::bytes& data) {
+  const ErrorContext context{.operation = "replace_file", .where = where()};
+  with_os_errors([&] {
+    internal::ElasticFile file(path);
+    file.write({data.c_str(), data.size()});
+    file.commit_to_disk(context);
+  });
+}
+
+nb::bytes read_file(const std::string& path) {
+  const std::string bytes = with_os_errors([&] { return internal::read_elastic_file(path); });
+  return nb::bytes(bytes.data(), bytes.size());
 }
 
 /// `group`, or the default one.
@@ -226,6 +254,10 @@ void define_ranks(nb::module_& module) {
   module.def("has_earlier_steps", &internal::has_earlier_steps,
              "Whether an earlier generation of the world has completed a step: where no rank has "
              "its result, it is lost.");
+  module.def("replace_file", &replace_file,
+             "Replaces a file atomically, and waits for the disk; on several elastic hosts not one "
+             "that a later generation has written.");
+  module.def("read_file", &read_file, "What replace_file has written.");
   module.def(
       "is_beside_elastic", &internal::is_beside_elastic,
       "Whether `lockstep run --elastic` has started this rank, and its world is over another "

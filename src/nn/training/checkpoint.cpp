@@ -14,10 +14,9 @@
 
 #include "base/atomic_file.hpp"
 #include "base/hash.hpp"
-#include "engines/shared/bootstrap/shared_world.hpp"
 #include "nn/error.hpp"
 #include "nn/training/checkpoint_file.hpp"
-#include "world/session.hpp"
+#include "world/elastic_file.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -75,7 +74,7 @@ void save_archive(const char* operation, const std::string& path,
                   const std::function<void(torch::serialize::OutputArchive&)>& write,
                   const Group& group, std::source_location where) {
   on_rank_0(operation, group, where, [&](const auto& report_progress) {
-    base::AtomicFile file(path, /*mode=*/0666);
+    internal::ElasticFile file(path);
     std::string bytes = archive_bytes([&](torch::serialize::OutputArchive& archive) {
       write(archive);
       report_progress();
@@ -89,10 +88,7 @@ void save_archive(const char* operation, const std::string& path,
       if (all.size() > base::kIoChunkBytes) file.flush_to_disk();
       report_progress();
     }
-    // Of a host that the others count as lost: they may have gone on.
-    if (const auto elastic = internal::elastic())
-      elastic->check_lease(context_of(operation, group, where));
-    file.commit_to_disk();
+    file.commit_to_disk(context_of(operation, group, where));
   });
 }
 
@@ -100,7 +96,7 @@ std::string read_archive(const char* operation, const std::string& path, const G
                          std::source_location where) {
   std::string bytes;
   on_rank_0(operation, group, where, [&](const auto& report_progress) {
-    bytes = base::read_regular_file(path, report_progress);
+    bytes = internal::read_elastic_file(path, report_progress);
     check_footer(path, bytes);
   });
   broadcast_object(bytes, /*src=*/0, group, {}, where);

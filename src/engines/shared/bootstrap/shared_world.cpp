@@ -167,6 +167,10 @@ bool Elastic::is_over() const noexcept { return shared::is_over(segment_->header
 
 internal::Failure Elastic::why_over() const { return shared::why_over(segment_->header()); }
 
+std::chrono::milliseconds Elastic::time_of_verdict() const noexcept {
+  return std::chrono::milliseconds(segment_->header().verdict_ms);
+}
+
 void Elastic::check(const ErrorContext& context) const {
   if (is_over()) internal::throw_failure(why_over(), context);
 }
@@ -174,6 +178,10 @@ void Elastic::check(const ErrorContext& context) const {
 void Elastic::check_lease(const ErrorContext& context) const {
   if (has_lease_run_out(segment_->header())) internal::throw_failure(why_over(), context);
 }
+
+std::uint32_t Elastic::generation() const noexcept { return segment_->header().generation; }
+
+std::uint32_t Elastic::job() const noexcept { return segment_->rank(rank_).flight.job; }
 
 bool Elastic::has_waiting_replacements() const noexcept {
   return segment_->header().n_waiting.load(std::memory_order_relaxed) > 0;

@@ -70,10 +70,17 @@ class Elastic {
   bool is_over() const noexcept;
   /// Why it has.
   internal::Failure why_over() const;
+  /// How long a rank may wait for that after a connection has broken.
+  std::chrono::milliseconds time_of_verdict() const noexcept;
   /// Throws PeerLost if it has, for a wait that is not one of the world's engine.
   void check(const ErrorContext& context) const;
   /// The same, but only if this host's lease has run out: before a checkpoint is replaced.
   void check_lease(const ErrorContext& context) const;
+  std::uint32_t generation() const noexcept;
+  /// The same on all ranks of the job, and hardly in another one.
+  std::uint32_t job() const noexcept;
+  /// Whether the job has several nodes, of which one may not know yet that it is lost.
+  bool has_nodes() const noexcept { return time_of_verdict().count() > 0; }
   /// Whether processes wait for the next one.
   bool has_waiting_replacements() const noexcept;
   /// Tells the launcher that this rank has completed a step; not where its host's lease has run
