@@ -28,6 +28,19 @@ std::vector<fs::path> library_folders() {
   return folders;
 }
 
+/// Beside the command of a Python package: lib/python3.11/site-packages/lockstep.
+std::string in_python_package(const fs::path& bin, const std::string& name) {
+  std::error_code ignored;
+  for (fs::directory_iterator at(bin / "../lib", ignored), end; at != end; at.increment(ignored)) {
+    if (!at->path().filename().string().starts_with("python3")) continue;
+    for (const char* const packages : {"site-packages", "dist-packages"}) {
+      const fs::path module = at->path() / packages / "lockstep" / name;
+      if (fs::exists(module, ignored)) return module.string();
+    }
+  }
+  return {};
+}
+
 constexpr char kOwnAddress = 0;  // in the program or the shared library that contains this code
 
 }  // namespace
@@ -49,9 +62,8 @@ std::string module_file(const std::string& engine, const std::string& library) {
     }
   }
   const fs::path prefix = LOCKSTEP_MODULE_DIR;
-  if (prefix.empty()) return {};
-  const fs::path installed = prefix / name;
-  return fs::exists(installed, ignored) ? installed.string() : std::string();
+  if (!prefix.empty() && fs::exists(prefix / name, ignored)) return (prefix / name).string();
+  return program.empty() ? std::string() : in_python_package(program.parent_path(), name);
 }
 
 void* address_in_module(const std::string& file, const char* symbol, const ErrorContext& context) {
