@@ -434,6 +434,7 @@ void Attempt::advance() {
   if (nodes_ != nullptr && is_elastic()) take_lease();
   regroup();
   answer_addresses();
+  serve_store();
   for (int place = 0; place < n_places(); ++place) advance_rank(place);
   if (nodes_ != nullptr && is_elastic()) {
     const bool has_process = std::ranges::find(has_process_, true) != has_process_.end();

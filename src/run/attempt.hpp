@@ -25,6 +25,7 @@
 #include "run/output_mux.hpp"
 #include "run/rank_addresses.hpp"
 #include "run/rank_logs.hpp"
+#include "run/rank_store.hpp"
 #include "run/signals.hpp"
 
 namespace lockstep::run {
@@ -140,6 +141,10 @@ class Attempt {
   void serve(int place);
   void answer(int place, std::uint64_t number);
   void answer_addresses();
+  void ask_store(int place, const shared::LauncherRequest& question);
+  /// What other nodes ask of it, or their answers.
+  void serve_store();
+  void answer_store(const StoreMessage& answer);
   /// Here and on the other nodes.
   void give_address(const RankAddress& address);
   /// Tells ranks that wait over another engine that the world is over. `rank`: that failed.
@@ -211,6 +216,7 @@ class Attempt {
   Nodes* const nodes_;
   const RankLayout placement_;
   RankAddresses addresses_{placement_.world_size};
+  RankStore store_;  // on node 0
   Generations generations_;
   std::map<int, World> worlds_;               // by generation
   std::optional<ElasticMembership> elastic_;  // on node 0

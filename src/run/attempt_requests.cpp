@@ -15,7 +15,8 @@
 #include "run/attempt.hpp"
 #include "run/describe.hpp"
 
-// What the ranks ask of their launcher: the next world, and the addresses of all ranks.
+// What the ranks ask of their launcher: the next world, the addresses of all ranks, and their
+// store.
 namespace lockstep::run {
 namespace {
 
@@ -36,6 +37,7 @@ void Attempt::serve(int place) {
     case shared::LauncherRequest::Kind::none: return;
     case shared::LauncherRequest::Kind::closed: socket.reset(); return;
     case shared::LauncherRequest::Kind::next_world: break;
+    case shared::LauncherRequest::Kind::store:
     case shared::LauncherRequest::Kind::addresses:
       if (phase_ != Phase::running) {
         return shared::refuse(socket.get(), question.number, 0, "it is ending");
@@ -45,13 +47,14 @@ void Attempt::serve(int place) {
         return shared::refuse(socket.get(), question.number, EOWNERDEAD,
                               "its generation of the world is over");
       }
+      if (question.kind == shared::LauncherRequest::Kind::store) return ask_store(place, question);
       asking.address_request = AddressRequest{.number = question.number,
                                               .world = question.world,
                                               .end = Clock::now() + std::min(question.limit, kYear),
                                               .limit = question.limit};
       give_address({.rank = newest().first_rank + newest().number_of(place).value_or(0),
                     .world = question.world,
-                    .bytes = question.address});
+                    .bytes = question.bytes});
       if (is_elastic()) {
         tell_rule({.kind = NodeEvent::Kind::gave_address,
                    .place = world_rank(place),
@@ -155,6 +158,37 @@ void Attempt::answer_addresses() {
     }
     addresses_.forget_before(oldest);
   }
+}
+
+void Attempt::ask_store(int place, const shared::LauncherRequest& question) {
+  StoreMessage asked{.node = placement_.node_rank,
+                     .place = world_rank(place),
+                     .process = at(place).process.leader(),
+                     .number = question.number,
+                     .world = question.world,
+                     .bytes = question.bytes};
+  if (placement_.node_rank != 0) return nodes_->send(asked);
+  asked.bytes = store_.answer(asked.world, asked.bytes);
+  answer_store(asked);
+}
+
+void Attempt::serve_store() {
+  if (nodes_ == nullptr) return;
+  for (StoreMessage& message : nodes_->take_store_messages()) {
+    if (placement_.node_rank == 0) {
+      message.bytes = store_.answer(message.world, message.bytes);
+      nodes_->send(message);
+    } else if (is_here(message.place)) {
+      answer_store(message);
+    }
+  }
+}
+
+void Attempt::answer_store(const StoreMessage& answer) {
+  const Place& asking = at(answer.place - placement_.first_rank);
+  // A process that has replaced the one that asked may have asked under the same number.
+  if (asking.process.leader() != answer.process) return;
+  shared::answer_store(asking.socket.get(), answer.number, answer.bytes);
 }
 
 void Attempt::end_world(std::string_view why, int rank) {

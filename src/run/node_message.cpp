@@ -216,6 +216,26 @@ RankAddress read_address(const NodeMessage& message) {
   return {.rank = message.rank, .world = message.world, .bytes = {message.text.data(), n_bytes}};
 }
 
+ReceivedMessage message_of(const StoreMessage& store) {
+  ReceivedMessage sent{.message = NodeMessage(Kind::store), .body = store.bytes};
+  sent.message.place = store.place;
+  sent.message.process = store.process;
+  sent.message.number = store.number;
+  sent.message.world = store.world;
+  sent.message.n_body_bytes = static_cast<std::uint32_t>(sent.body.size());
+  return sent;
+}
+
+StoreMessage read_store(const ReceivedMessage& received, int node) {
+  const NodeMessage& message = received.message;
+  return {.node = node,
+          .place = message.place,
+          .process = message.process,
+          .number = message.number,
+          .world = message.world,
+          .bytes = received.body};
+}
+
 NodeMessage message_of(const NodeEvent& event) {
   NodeMessage message(Kind::event, event.why);
   message.sort = static_cast<std::uint32_t>(event.kind);

@@ -35,6 +35,7 @@ enum class NodeMessageKind : std::uint32_t {
   failed,
   event,    // of an elastic job, to node 0: NodeEvent
   command,  // the same, from node 0: NodeCommand
+  store,    // StoreMessage: what a rank asks, to node 0, which answers with another
 };
 
 /// What node 0's launcher decides of an elastic job, for the launcher of each node to do.
@@ -81,6 +82,7 @@ struct NodeMessage {
   std::int32_t exit_code = 0;
   std::uint32_t interrupted = 0;
   std::int32_t rank = -1;     ///< of failed: that failed; of address: whose
+  std::int32_t process = 0;   ///< of store
   std::uint32_t key = 0;      ///< of placed
   std::uint32_t has_ucx = 0;  ///< of hello
   std::int32_t least = 0;     ///< of hello: ElasticOptions, the next two too
@@ -88,16 +90,16 @@ struct NodeMessage {
   std::int64_t lease_ms = 0;
   std::int32_t incarnation = 0;           ///< of placed and event
   std::uint32_t sort = 0;                 ///< kind of an event, or of a command
-  std::uint64_t number = 0;               ///< of events and commands
+  std::uint64_t number = 0;               ///< of events, commands and store
   std::int64_t sent_ns = 0;               ///< of a heartbeat and its echo
   std::int64_t limit_ms = 0;              ///< of an event
-  std::int32_t place = -1;                ///< of events and commands
-  std::int32_t generation = -1;           ///< the same
+  std::int32_t place = -1;                ///< of events, commands and store
+  std::int32_t generation = -1;           ///< of events and commands
   std::uint32_t flag = 0;                 ///< of an event: is_done; of a command: has_earlier_steps
   std::uint32_t n_items = 0, n_lost = 0;  ///< in the body
   std::uint32_t n_body_bytes = 0;         ///< that follow the message
   std::uint32_t n_address_bytes = 0;      ///< of address, in text
-  std::uint64_t world = 0;                ///< of address
+  std::uint64_t world = 0;                ///< of address and store
   std::array<char, kMaxSecretBytes> secret{};  ///< of hello and placed
   std::array<char, 1056> text{};
 
@@ -164,6 +166,9 @@ NodeFailure read_failed(const NodeMessage& message);
 NodeMessage message_of(const RankAddress& address);
 /// The rank may be any number.
 RankAddress read_address(const NodeMessage& message);
+
+ReceivedMessage message_of(const StoreMessage& store);
+StoreMessage read_store(const ReceivedMessage& received, int node);
 
 /// Without what Nodes adds: incarnation and number.
 NodeMessage message_of(const NodeEvent& event);

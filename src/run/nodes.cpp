@@ -353,6 +353,9 @@ std::optional<NodeFailure> Nodes::service() {
         addresses_.push_back(read_address(*message));
         if (placement_.node_rank == 0) send_to_members(*message, /*but=*/link.get());
       }
+      if (message->kind == Kind::store) {
+        store_messages_.push_back(read_store(*received, link->node_rank));
+      }
       if (message->kind == Kind::failed && !over_) {
         const NodeFailure failure = read_failed(*message);
         report_failed(failure);
@@ -378,6 +381,13 @@ std::optional<NodeFailure> Nodes::service() {
 }
 
 void Nodes::send(const RankAddress& address) { send_to_members(message_of(address)); }
+
+void Nodes::send(const StoreMessage& store) {
+  Link* const link = link_of(placement_.node_rank == 0 ? store.node : 0);
+  if (link == nullptr) return;
+  const ReceivedMessage sent = message_of(store);
+  link->send(sent.message, sent.body);
+}
 
 void Nodes::send_to_members(const NodeMessage& message, const Link* but) {
   for (const auto& link : links_) {

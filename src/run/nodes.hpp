@@ -31,10 +31,10 @@ struct ReceivedMessage;
 struct NodeCommand;
 
 /// This launcher's connection to the other nodes, for one start of the ranks: node 0 listens, the
-/// others connect. It carries the number of ranks per node, the ranks' addresses and how each node
-/// ended, in an elastic job also what ElasticMembership is told and decides: control messages only,
-/// no data of ranks. A peer without the secret is rejected; a node with it is trusted. Nothing is
-/// encrypted.
+/// others connect. It carries the number of ranks per node, the ranks' addresses, what they ask of
+/// their store and how each node ended, in an elastic job also what ElasticMembership is told and
+/// decides: control messages only, no data of ranks. A peer without the secret is rejected; a node
+/// with it is trusted. Nothing is encrypted.
 class Nodes {
  public:
   /// Waits until all nodes have connected, or in an elastic job that runs, until node 0 lets this
@@ -57,6 +57,9 @@ class Nodes {
   void send(const RankAddress& address);
   /// Those that service() has received since the last call.
   std::vector<RankAddress> take_addresses() { return std::exchange(addresses_, {}); }
+  /// To node 0, or from it to the node of the rank.
+  void send(const StoreMessage& store);
+  std::vector<StoreMessage> take_store_messages() { return std::exchange(store_messages_, {}); }
   /// Reports that all ranks here succeeded, once.
   void report_done();
   /// Only the first failure is reported.
@@ -139,6 +142,7 @@ class Nodes {
   std::string rejected_;                      // why the last peer was rejected
   std::vector<std::unique_ptr<Link>> links_;  // node 0: one to each other; others: one to node 0
   std::vector<RankAddress> addresses_;
+  std::vector<StoreMessage> store_messages_;
   std::vector<NodeEvent> events_;
   std::map<int, std::string> host_names_;  // by node
   std::vector<NodeCommand> commands_;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -51,6 +53,16 @@ struct RankAddress {
   int rank;
   std::uint64_t world;
   std::string bytes;
+};
+
+/// What a rank asks of the store on node 0, or the answer: see shared::ask_store.
+struct StoreMessage {
+  int node = 0;       ///< of the rank
+  int place = 0;      ///< of the rank in the job
+  pid_t process = 0;  ///< of the place
+  std::uint64_t number = 0;
+  std::uint64_t world = 0;
+  std::string bytes{};
 };
 
 }  // namespace lockstep::run

@@ -8,13 +8,13 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <lockstep/detail/time_limit.hpp>
 #include <lockstep/error.hpp>
+#include <mutex>
 #include <new>
 #include <string>
 #include <utility>
@@ -31,15 +31,15 @@ using std::chrono::milliseconds;
 
 constexpr std::uint64_t kNextWorld = 0x646c726f77747865ULL;
 constexpr std::uint64_t kAddresses = 0x7365737365726464ULL;
+constexpr std::uint64_t kStore = 0x65726f7473726464ULL;
 
+/// Of addresses and of the store, bytes follow.
 struct Request {
   std::uint64_t request;
   std::uint64_t number;
   std::int64_t limit_ms;
   std::int64_t last_generation;
   std::uint64_t world;
-  std::uint64_t n_bytes;  ///< of address
-  std::array<char, kMaxAddressBytes> address;
 };
 
 /// The memory of the addresses; n_ranks AddressEntry follow.
@@ -55,7 +55,7 @@ struct AddressEntry {
 };
 
 /// With the descriptor of a segment, or why there is none. n_lost times Lost and n_joined ranks
-/// follow.
+/// follow; of the store, n_bytes.
 struct LauncherReply {
   std::uint64_t request;
   std::uint64_t number;  ///< of the request
@@ -68,13 +68,15 @@ struct LauncherReply {
   std::uint32_t generation;
   std::uint32_t n_lost;
   std::uint32_t n_joined;
+  std::uint32_t n_bytes;
   std::array<char, 512> text;
 };
 
 /// Of a message: a job that lost more ranks at once than this tells of the first.
 constexpr std::size_t kMostLost = 512, kMostJoined = 512;
 constexpr std::size_t kAnswerBytes =
-    sizeof(LauncherReply) + kMostLost * sizeof(Lost) + kMostJoined * sizeof(std::int32_t);
+    sizeof(LauncherReply) +
+    std::max(kMostLost * sizeof(Lost) + kMostJoined * sizeof(std::int32_t), kMaxStoreBytes);
 
 template <class T>
 std::vector<T> read_list(const std::byte*& bytes, std::uint32_t n) {
@@ -123,22 +125,32 @@ struct Answer {
   base::UniqueFd fd{};
 };
 
-/// Sends the request, whose number it sets, and waits for its answer, for `at_most`. `what`: is
-/// asked for. Throws what request_next_world throws.
-Answer ask(int socket, Request request, milliseconds at_most, std::string_view what, int rank,
-           const Call& barrier) {
+/// Sends the request, whose number it sets, with `bytes` behind it, and waits for its answer, for
+/// `at_most`. `what`: is asked for. Throws what request_next_world throws.
+Answer ask(int socket, Request request, std::string_view bytes, milliseconds at_most,
+           std::string_view what, int rank, const Call& barrier) {
   const ErrorContext context = context_of(barrier, rank);
-  static std::atomic<std::uint64_t> n_requests{0};
+  const auto end = Clock::now() + std::min<milliseconds>(at_most, kYear);
+  static std::timed_mutex one_at_a_time;
+  const std::unique_lock lock(one_at_a_time, end);
+  if (!lock) {
+    throw TimeoutError(context, fmt::format("another thread of this rank waits for `lockstep run`, "
+                                            "which this one would ask for {}",
+                                            what));
+  }
+  static std::uint64_t n_requests = 0;
   request.number = ++n_requests;
   request.limit_ms = barrier.timeout.count();
-  if (::send(socket, &request, sizeof request, MSG_NOSIGNAL) != sizeof request) {
+  std::string message(reinterpret_cast<const char*>(&request), sizeof request);
+  message.append(bytes);
+  if (::send(socket, message.data(), message.size(), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(message.size())) {
     throw SystemError(
         context, errno,
         fmt::format("cannot ask `lockstep run` for {} over descriptor {}, which this rank "
                     "inherited; close only descriptors that the program opened",
                     what, socket));
   }
-  const auto end = Clock::now() + std::min<milliseconds>(at_most, kYear);
   Answer answer;
   ssize_t n = 0;
   do {
@@ -160,8 +172,8 @@ Answer ask(int socket, Request request, milliseconds at_most, std::string_view w
   } while (answer.head.request == kNextWorld && answer.head.number != request.number);
   const LauncherReply& head = answer.head;
   if (head.request != kNextWorld || head.n_lost > kMostLost || head.n_joined > kMostJoined ||
-      static_cast<std::size_t>(n) !=
-          sizeof head + head.n_lost * sizeof(Lost) + head.n_joined * sizeof(std::int32_t)) {
+      static_cast<std::size_t>(n) != sizeof head + head.n_lost * sizeof(Lost) +
+                                         head.n_joined * sizeof(std::int32_t) + head.n_bytes) {
     throw PeerLost(context, "`lockstep run`, which started this rank, is gone");
   }
   if (head.is_refused != 0 && head.error_number == ETIMEDOUT) {
@@ -183,7 +195,7 @@ Answer ask(int socket, Request request, milliseconds at_most, std::string_view w
         context, head.error_number,
         fmt::format("`lockstep run` cannot make {}: {}", what, base::text_in(head.text)));
   }
-  if (!answer.fd) {
+  if (!answer.fd && request.request != kStore) {
     throw SystemError(context, EMFILE,
                       fmt::format("no descriptor is left for the shared memory of {}; raise the "
                                   "limit on open files (ulimit -n)",
@@ -199,7 +211,7 @@ NextWorld request_next_world(int socket, int rank, std::int64_t last_generation,
   Request request{};
   request.request = kNextWorld;
   request.last_generation = last_generation;
-  Answer answer = ask(socket, request, is_elastic ? milliseconds::max() : barrier.timeout,
+  Answer answer = ask(socket, request, {}, is_elastic ? milliseconds::max() : barrier.timeout,
                       "another world", rank, barrier);
   NextWorld next;
   next.segment = std::move(answer.fd);
@@ -219,10 +231,9 @@ Addresses exchange_addresses(int socket, int rank, int size, std::uint64_t world
   Request request{};
   request.request = kAddresses;
   request.world = world;
-  request.n_bytes = std::min(own.size(), request.address.size());
-  own.copy(request.address.data(), request.address.size());
   // The launcher reports at the limit which ranks have not asked.
-  const Answer answer = ask(socket, request, barrier.timeout + base::patience::kLeadersReport,
+  const Answer answer = ask(socket, request, std::string_view(own).substr(0, kMaxAddressBytes),
+                            barrier.timeout + base::patience::kLeadersReport,
                             "addresses of the other ranks", rank, barrier);
   AddressesHead head{};
   std::vector<AddressEntry> entries(static_cast<std::size_t>(size));
@@ -244,6 +255,30 @@ Addresses exchange_addresses(int socket, int rank, int size, std::uint64_t world
     all.hosts.push_back(entry.host);
   }
   return all;
+}
+
+StoreAnswer ask_store(int socket, int rank, std::uint64_t world, const StoreRequest& request,
+                      const Call& call) {
+  const ErrorContext context = context_of(call, rank);
+  const std::string bytes = bytes_of(request);
+  if (bytes.size() > kMaxStoreBytes) {
+    throw UsageError(context, fmt::format("the store of `lockstep run` takes {} KiB in a key and "
+                                          "its value, and not {} bytes",
+                                          kMaxStoreBytes >> 10U, bytes.size()));
+  }
+  Request head{};
+  head.request = kStore;
+  head.world = world;
+  const Answer reply = ask(socket, head, bytes, call.timeout, "the store", rank, call);
+  const auto* const first = reinterpret_cast<const char*>(reply.bytes.data()) + sizeof reply.head;
+  const auto answer = read_store_answer({first, reply.head.n_bytes});
+  if (!answer || answer->status == StoreAnswer::Status::invalid) {
+    throw EngineError(context, "`lockstep run` does not understand the request to its store");
+  }
+  if (answer->status == StoreAnswer::Status::over) {
+    throw PeerLost(context, "the generation of the world is over");
+  }
+  return *answer;
 }
 
 base::UniqueFd make_memory_of(const Addresses& addresses) {
@@ -269,21 +304,30 @@ base::UniqueFd make_memory_of(const Addresses& addresses) {
 LauncherRequest receive_request(int socket) {
   using Kind = LauncherRequest::Kind;
   LauncherRequest newest{.kind = Kind::none};
+  std::string message;
   while (true) {
-    Request request{};
-    const ssize_t n = ::recv(socket, &request, sizeof request, MSG_DONTWAIT);
+    ssize_t n = ::recv(socket, nullptr, 0, MSG_DONTWAIT | MSG_PEEK | MSG_TRUNC);
+    if (n > 0) {
+      message.resize(std::min(static_cast<std::size_t>(n), sizeof(Request) + kMaxStoreBytes));
+      n = ::recv(socket, message.data(), message.size(), MSG_DONTWAIT);
+    }
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return newest;
     if (n <= 0) return {.kind = Kind::closed};
-    const bool is_next = request.request == kNextWorld;
-    if (n != sizeof request || (!is_next && request.request != kAddresses)) continue;
-    newest = {.kind = is_next ? Kind::next_world : Kind::addresses,
+    Request request{};
+    if (message.size() < sizeof request) continue;
+    std::memcpy(&request, message.data(), sizeof request);
+    const Kind kind = request.request == kNextWorld   ? Kind::next_world
+                      : request.request == kAddresses ? Kind::addresses
+                      : request.request == kStore     ? Kind::store
+                                                      : Kind::none;
+    if (kind == Kind::none) continue;
+    newest = {.kind = kind,
               .number = request.number,
               .limit = milliseconds(request.limit_ms),
               .last_generation = request.last_generation,
               .world = request.world,
-              .address = {request.address.data(),
-                          std::min<std::size_t>(request.n_bytes, kMaxAddressBytes)}};
+              .bytes = message.substr(sizeof request)};
   }
 }
 
@@ -300,6 +344,7 @@ void answer(int socket, std::uint64_t number, int segment, const NextWorld& next
       .generation = next.generation,
       .n_lost = static_cast<std::uint32_t>(std::min(next.lost.size(), kMostLost)),
       .n_joined = static_cast<std::uint32_t>(std::min(next.joined.size(), kMostJoined)),
+      .n_bytes = 0,
       .text = {}};
   std::vector<std::byte> bytes;
   append(bytes, &given, 1);
@@ -315,6 +360,19 @@ void answer_addresses(int socket, std::uint64_t number, int memory) noexcept {
   given.request = kNextWorld;
   given.number = number;
   base::send_with_fd(socket, &given, sizeof given, memory);
+}
+
+void answer_store(int socket, std::uint64_t number, std::string_view answer) noexcept try {
+  LauncherReply given{};
+  given.request = kNextWorld;
+  given.number = number;
+  given.n_bytes = static_cast<std::uint32_t>(answer.size());
+  std::vector<std::byte> bytes;
+  append(bytes, &given, 1);
+  append(bytes, answer.data(), answer.size());
+  base::send_with_fd(socket, bytes.data(), bytes.size(), /*fd=*/-1);
+} catch (const std::bad_alloc&) {
+  refuse(socket, number, ENOMEM, "no memory for the answer");
 }
 
 void refuse(int socket, std::uint64_t number, int error_number, std::string_view text,

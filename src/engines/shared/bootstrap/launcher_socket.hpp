@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/fd.hpp"
+#include "engines/shared/bootstrap/store_request.hpp"
 
 /// Between a rank of `lockstep run` and its launcher: a socket that the rank inherits. A rank that
 /// has left its world asks for the next one; the launcher answers with the segment that all ranks
@@ -22,6 +23,9 @@
 ///
 /// The ranks of a world of several hosts tell each other their addresses the same way: each gives
 /// its own, the launchers send them to each other, and each rank gets all, when all have asked.
+///
+/// A rank may also ask for the keys and values that the ranks share (store_request.hpp). A request
+/// waits until that of another thread has its answer.
 namespace lockstep::shared {
 
 /// Two ends; both are closed on exec. Throws SystemError.
@@ -73,17 +77,21 @@ struct Addresses {
 /// what request_next_world throws. `world`: how often this process has asked before.
 Addresses exchange_addresses(int socket, int rank, int size, std::uint64_t world,
                              const std::string& own, const Call& barrier);
+/// `world`: of an elastic job its generation, otherwise 0. Throws PeerLost if it is over,
+/// UsageError for a request that is too long, and what request_next_world throws.
+StoreAnswer ask_store(int socket, int rank, std::uint64_t world, const StoreRequest& request,
+                      const Call& call);
 
 // --- the launcher's side
 
 struct LauncherRequest {
-  enum class Kind : std::uint8_t { none, next_world, addresses, closed };
+  enum class Kind : std::uint8_t { none, next_world, addresses, store, closed };
   Kind kind;
   std::uint64_t number = 0;
   std::chrono::milliseconds limit{};  ///< of the rank
   std::int64_t last_generation = -1;
-  std::uint64_t world = 0;  ///< of addresses
-  std::string address{};    ///< the same
+  std::uint64_t world = 0;  ///< of addresses and store
+  std::string bytes{};      ///< of addresses: the rank's own; of store: see store_request.hpp
 };
 
 /// The newest that has come. Does not wait. closed: the rank and its forks have closed their end.
@@ -92,6 +100,7 @@ LauncherRequest receive_request(int socket);
 void answer(int socket, std::uint64_t number, int segment, const NextWorld& next) noexcept;
 /// `memory`: of make_memory_of.
 void answer_addresses(int socket, std::uint64_t number, int memory) noexcept;
+void answer_store(int socket, std::uint64_t number, std::string_view answer) noexcept;
 /// Throws SystemError.
 base::UniqueFd make_memory_of(const Addresses& addresses);
 /// error_number 0: the job ends, and `text` says why. EOWNERDEAD: the loss of `rank` ended the
