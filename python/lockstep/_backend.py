@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -58,13 +59,17 @@ def rendezvous() -> tuple[Any, int, int]:
 
     What init_method="lockstep://" does. Fails on all ranks or on none.
     """
-    from torch.distributed import HashStore, TCPStore
+    from torch.distributed import HashStore, PrefixStore, TCPStore
 
     host = join_world()
     rank, size = _world.get_dist_info()
     if size == 1:
         return HashStore(), 0, 1
-    store = None
+    store = _extension.load().launcher_store()
+    if store is not None:  # it outlives this world's groups, and those of another call must not see their keys
+        part: list[Any] = [uuid.uuid4().hex]
+        _objects.broadcast_object_list(part)
+        return PrefixStore(part[0], store), rank, size
     address: list[Any] = [None]
     if rank == 0:
         try:

@@ -225,6 +225,27 @@ std::vector<Group> NativeGroup::divide(const Group& group, std::span<const int> 
   return groups;
 }
 
+Group NativeGroup::split(const Group& group, const Part& part, std::source_location where) {
+  GroupState& state = *group.state_;
+  std::shared_ptr<GroupState> child;
+  state.run({.op = Op::split, .where = where}, {}, [&](Engine& parent, const Call& call) {
+    detail::TimeLimit limit(call.timeout);
+    (void)limit.end();  // its time begins now, not at the first wait
+    auto engine = parent.split(call, part.color, part.key);
+    const int number = state.count_child();
+    child = std::make_shared<GroupState>(
+        std::move(engine),
+        part.name.empty() ? fmt::format("{}/{}.{}", state.name(), number, part.color) : part.name,
+        part.timeout, state.recorder(), state.check());
+    child->share_membership(state);
+    // Either all ranks have their new group, or this group ends and no rank has one.
+    Call barrier = barrier_of(call);
+    barrier.timeout = limit.of_step();
+    parent.run(barrier);
+  });
+  return Group(std::move(child));
+}
+
 Work NativeGroup::post(const Group& group, const Call& call, Timeout timeout) {
   return lockstep::post(group.state_, call, timeout);
 }
@@ -252,21 +273,8 @@ Group Group::split(int color, int key, Where where) const {
                        "color that no other rank has",
                        color));
   }
-  std::shared_ptr<GroupState> child;
-  state_->run({.op = Op::split, .where = where}, {}, [&](Engine& parent, const Call& call) {
-    detail::TimeLimit limit(call.timeout);
-    (void)limit.end();  // its time begins now, not at the first wait
-    auto engine = parent.split(call, color, key);
-    child = std::make_shared<GroupState>(
-        std::move(engine), fmt::format("{}/{}.{}", state_->name(), state_->count_child(), color),
-        state_->timeout(), state_->recorder(), state_->check());
-    child->share_membership(*state_);
-    // Either all ranks have their new group, or this group ends and no rank has one.
-    Call barrier = barrier_of(call);
-    barrier.timeout = limit.of_step();
-    parent.run(barrier);
-  });
-  return Group(std::move(child));
+  return internal::NativeGroup::split(
+      *this, {.color = color, .key = key, .name = {}, .timeout = state_->timeout()}, where);
 }
 
 Group Group::duplicate(Where where) const { return split(/*color=*/0, /*key=*/0, where); }

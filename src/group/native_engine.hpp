@@ -5,7 +5,9 @@
 #include <lockstep/engine.hpp>
 #include <lockstep/group.hpp>
 #include <memory>
+#include <source_location>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -58,6 +60,13 @@ struct NativeGroup {
   static void run(const Group& group, const Call& call, Timeout timeout, const Around& around);
   /// The same as an asynchronous call. What the call points to must live until the Work is done.
   static Work post(const Group& group, const Call& call, Timeout timeout);
+  /// See Group::split.
+  struct Part {
+    int color = 0, key = 0;
+    std::string name;  ///< empty: it gets one
+    std::chrono::milliseconds timeout;
+  };
+  static Group split(const Group& group, const Part& part, std::source_location where);
   /// See NativeEngine::divide. The groups of this rank's threads, one each.
   static std::vector<Group> divide(const Group& group, std::span<const int> counts,
                                    std::source_location where);

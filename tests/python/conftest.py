@@ -23,6 +23,15 @@ def elastic(n, limits):
     return [COMMAND, "run", "-n", str(n), "--elastic", limits, "--"]
 
 
+def over_nodes(n_nodes, n, *options):
+    """The command that starts n ranks on each of n_nodes nodes."""
+    return [sys.executable, str(Path(__file__).parent / "over_nodes.py"), str(n_nodes), "-n", str(n), *options, "--"]
+
+
+def elastic_nodes(n_nodes, n, limits):
+    return over_nodes(n_nodes, n, "--elastic", limits, "--elastic-lease", "2")
+
+
 # AddressSanitizer takes a few times as long: an elastic test of seconds took 173 s at a load of 12.
 WATCHDOG_S = 900 if "libasan" in os.environ.get("LD_PRELOAD", "") else 240
 

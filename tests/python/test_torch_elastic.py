@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from conftest import difference, elastic
+from conftest import difference, elastic, elastic_nodes
 from in_ranks import FURTHER_REPLACEMENTS
 from ranks import on_ranks, raises, wait_for
 
@@ -119,8 +119,9 @@ def on_elastic_ranks(n, limits, **options):
 def train(run_ranks, tmp_path):
     """train(n, body, limits): what the ranks print, and the parameters after it."""
 
-    def run(n, body, limits=None, **options):
-        printed = run_ranks(n, body, launcher=elastic(n, limits) if limits else None, init=None, shares=False, **options)
+    def run(n, body, limits=None, launcher=None, **options):
+        launcher = elastic(n, limits) if limits else launcher
+        printed = run_ranks(n, body, launcher=launcher, init=None, shares=False, **options)
         path = tmp_path / "parameters"
         parameters = torch.load(path) if path.exists() else {}
         path.unlink(missing_ok=True)
@@ -169,6 +170,27 @@ def test_training_over_ranks_that_are_killed_and_replaced_is_that_of_one(train, 
     assert len(said) >= 1 and len(set(said)) == 1, printed
     assert said[0].startswith("step 25, ") and said[0].endswith(", 25, 25"), said
     assert printed.count("was killed by SIGKILL") == 4, printed
+
+
+def train_over_a_lost_rank_and_a_lost_host():
+    def end(trainer, point):
+        here = (trainer.state.step, point)
+        if here == (5, "backward") and PLACE == 1 and not IS_REPLACEMENT:
+            die()
+        if point == "forward" and trainer.state.step == 8:
+            wait_for_replacements(6)
+        if here == (12, "backward") and PLACE == 3:
+            os.kill(os.getppid(), signal.SIGKILL)  # `lockstep run`, whose guard kills the ranks of its node
+            signal.pause()
+
+    Trainer(end).run(20)
+
+
+def test_training_over_hosts_that_are_lost_is_that_of_one(train, assert_as_alone):
+    printed, parameters = train(6, train_over_a_lost_rank_and_a_lost_host, launcher=elastic_nodes(3, 2, "2"))
+    assert_as_alone(parameters, 20)
+    assert "node 1 (" in printed and "is lost" in printed, printed
+    assert printed.count(" of 4: step 20, ") == 4, printed
 
 
 @on_ranks(2, init=None, code=128 + 9, says=["PeerLost", "rank 1 died"])
@@ -454,6 +476,40 @@ def test_groups_that_the_function_makes():
     assert ls.get_world_size() == 3
     with raises(ls.UsageError, "has a default group; run_elastic makes it itself"):
         ls.nn.run_elastic(state, train)
+
+
+@pytest.mark.parametrize("waits_in", ["all_reduce", "group", "recv", "store"])
+def test_waits_between_hosts_end_with_the_generation(run_ranks, waits_in):
+    """Of those that wait for the lost rank, and of those that wait for one that waits for it."""
+    run_ranks(4, wait_between_hosts, launcher=elastic_nodes(2, 2, "3:3"), init=None, returned=3, waits_in=waits_in)
+
+
+def wait_between_hosts(waits_in):
+    state = Trainer().state
+
+    def train():
+        last = dist.get_world_size() - 1
+        pair = dist.new_group([0, last])
+        x = torch.ones(3)
+        while state.step < 4:
+            if PLACE == 3 and state.step == 2:
+                die()
+            if waits_in == "group" and dist.get_rank() in (0, last):
+                dist.all_reduce(x, group=pair)
+            elif waits_in == "recv" and dist.get_rank() == last:
+                dist.send(x, 0)
+            elif waits_in == "recv" and dist.get_rank() == 0:
+                dist.recv(x, last)
+            elif waits_in == "store":
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"{state.step} {dist.get_rank()}", "here")
+                store.wait([f"{state.step} {rank}" for rank in range(last + 1)])
+            if waits_in != "store":
+                dist.all_reduce(x)
+            state.step_done()
+
+    ls.nn.run_elastic(state, train)
+    assert ls.get_world_size() == 3
 
 
 @on_elastic_ranks(2, "2", code=3)

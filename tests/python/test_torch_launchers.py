@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND
+from conftest import COMMAND, over_nodes
 from ranks import in_a_file, init_torch, on_ranks, on_torch_ranks, raises, wait_for
 
 torch = pytest.importorskip("torch")
@@ -204,19 +204,78 @@ def test_a_record_of_torch_is_kept_where_its_rank_ends_with_an_error(tmp_path):
         assert "all_reduce" in json.dumps(record["operations"]), record
 
 
-def test_a_group_over_several_elastic_hosts_is_refused(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("import torch.distributed as dist\ndist.init_process_group('lockstep', init_method='lockstep://')\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        rendezvous = f"127.0.0.1:{free.getsockname()[1]}"
+def use_the_store():
+    dist.init_process_group("lockstep", init_method="lockstep://", timeout=timedelta(seconds=60))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"of {rank}", bytes(range(256)))
+    store.wait([f"of {r}" for r in range(size)])
+    assert store.get(f"of {size - 1 - rank}") == bytes(range(256))
+    assert store.add("n", 1) in range(1, size + 1)
+    dist.barrier()
+    assert store.add("n", 0) == size and store.get("n") == str(size).encode()
+    assert store.compare_set("chosen", "", f"by {rank}") == store.get("chosen")
+    assert store.check(["n", "chosen"]) and not store.check(["n", "missing"])
+    with raises(dist.DistStoreError, "timeout", "missing"):
+        store.wait(["missing"], timedelta(milliseconds=20))
+    with raises(Exception, "the store of `lockstep run` takes 128 KiB in a key and its value"):
+        store.set("long", "x" * (1 << 18))
+    with raises(Exception, "the value of", "is no number"):
+        store.add("chosen", 1)
+    threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(100)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.barrier()
+    assert store.add("n", 0) == size + 300 * size
+    dist.barrier()
+    if rank == 0:
+        assert store.delete_key("n") and not store.delete_key("n")
+    # Those of a second group are others.
+    dist.destroy_process_group()
+    dist.init_process_group("lockstep", init_method="lockstep://")
+    assert not dist.distributed_c10d._get_default_store().check(["chosen"])
+    # Rank 0 may end first.
+    if rank == 0:
+        os._exit(0)
+    store = dist.distributed_c10d._get_default_store()
+    store.set("after", "rank 0")
+    assert store.get("after") == b"rank 0"
 
-    def launch(node):
-        line = ["run", "--nnodes", "2", "--node-rank", str(node), "--rdzv", rendezvous, "-n", "1", "--elastic", "2"]
-        command = [COMMAND, *line, "--", sys.executable, str(program)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    for launcher in [launch(node) for node in (0, 1)]:
-        output, _ = launcher.communicate()
-        assert launcher.returncode != 0
-        assert "over several hosts does not go on after a lost rank" in output or "needs the module liblockstep-ucx.so" in output
+@pytest.mark.parametrize("launcher", [None, over_nodes(2, 1)], ids=["one node", "two nodes"])
+def test_the_store_of_the_launcher(run_ranks, launcher):
+    run_ranks(2, use_the_store, launcher=launcher, init=None, shares=False)
+
+
+def test_the_default_group_over_two_nodes(run_ranks):
+    """The layers, DistributedDataParallel, messages and groups of some ranks."""
+    run_ranks(4, use_the_default_group, launcher=over_nodes(2, 2), init=None)
+
+
+def use_the_default_group():
+    dist.init_process_group("lockstep", init_method="lockstep://")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.full((1000,), float(rank + 1))
+    works = [dist.all_reduce(x, async_op=True)]
+    works[0].wait()
+    assert (x == size * (size + 1) / 2).all()
+    everyone = [None] * size
+    dist.all_gather_object(everyone, f"rank {rank}")
+    assert everyone == [f"rank {r}" for r in range(size)]
+    other = (rank + 2) % size  # on the other node
+    if rank < other:
+        dist.send(torch.tensor([rank]), other)
+    else:
+        received = torch.zeros(1, dtype=torch.int64)
+        dist.recv(received, other)
+        assert received.item() == other
+    for members in [0, 1], [2, 3], [1, 2], [3, 0, 1]:
+        group = dist.new_group(members)
+        if rank in members:
+            x = torch.tensor([float(rank)])
+            dist.all_reduce(x, group=group)
+            assert x.item() == sum(members)
+    dist.monitored_barrier()
+    dist.destroy_process_group()

@@ -89,7 +89,8 @@ void Backend::release_resources() { LivingBackends::remove_released(); }
 
 void Backend::leave(const std::string& failure) noexcept {
   if (process_.is_forked_child() || has_left_.exchange(true)) return;
-  joined_.engine->leave(failure);
+  if (joined_.engine != nullptr) return joined_.engine->leave(failure);
+  if (!failure.empty()) group().abandon(failure);
 }
 
 void Backend::end_callbacks(const std::string& failure) {

@@ -55,7 +55,7 @@ class Backend final : public c10d::Backend {
   };
   struct Joined {
     Group group;
-    Engine* engine;  // the group's
+    Engine* engine;  // the group's; null: it is a part of lockstep's own world
     /// In a group on one host; null if ranks may not access each other's memory. Declared
     /// last: it uses the engine.
     std::shared_ptr<shared::TaggedMessages> messages;

@@ -17,6 +17,7 @@
 #include "engines/solo/solo.hpp"
 #include "group/group_state.hpp"
 #include "group/leave_on_exception.hpp"
+#include "group/native_engine.hpp"
 #include "nn/gloo_engine/c10d_error.hpp"
 #include "nn/gloo_engine/c10d_transport.hpp"
 #include "nn/gloo_engine/c10d_wire.hpp"
@@ -42,6 +43,16 @@ WorldMembership& world_membership() {
   return only;
 }
 
+/// Lockstep's own world, if it has the ranks of this default group on several nodes of `lockstep
+/// run`; else null.
+const internal::Session* session_over_nodes(const Config& config) {
+  const internal::Session* const session = internal::session();
+  if (!config.is_world() || session == nullptr || session->world().hosts.empty()) return nullptr;
+  const Group& world = session->world_group();
+  const bool is_same = world.size() == config.size && world.rank() == config.rank;
+  return is_same ? session : nullptr;
+}
+
 /// In an elastic world not over the store, whose answer a stopped rank 0 would delay for ever: the
 /// default group asks over the world, and a group of some ranks knows of it.
 std::optional<Membership> find_members_in_elastic_world(const Config& config,
@@ -58,8 +69,11 @@ std::optional<Membership> find_members_in_elastic_world(const Config& config,
   if (!earlier || earlier->size() != world.size()) return {};
   Membership membership{
       .rank = config.rank, .job = earlier->job + "-" + config.name, .hosts = {}, .processes = {}};
+  std::vector<int> hosts;
   for (const std::uint64_t rank : config.global_ranks) {
-    membership.hosts.push_back(0);
+    hosts.push_back(earlier->hosts[rank]);
+    const auto lowest = std::ranges::find(hosts, hosts.back()) - hosts.begin();
+    membership.hosts.push_back(static_cast<int>(lowest));
     membership.processes.push_back(earlier->processes[rank]);
   }
   return membership;
@@ -103,6 +117,10 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
       nn::detail::throw_store_error(context, error);
     }
   }
+  // Nodes are lost as a whole, also two on one machine.
+  if (const auto* const session = session_over_nodes(config)) {
+    membership.hosts = session->world().hosts;
+  }
   if (config.is_world()) {
     const std::lock_guard lock(world_membership().mutex);
     world_membership().membership = membership;
@@ -112,13 +130,14 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
 
 /// prefix: of the keys, before the job.
 c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const std::string& prefix,
-                                            const Membership& membership) {
+                                            const Membership& membership,
+                                            std::chrono::milliseconds timeout) {
   const bool is_on_one_host = membership.is_on_one_host();
   auto gloo = interpreter().make_gloo(
       {.store = c10::make_intrusive<c10d::PrefixStore>(prefix + membership.job, config.store),
        .rank = config.rank,
        .size = config.size,
-       .timeout = config.timeout,
+       .timeout = timeout,
        .is_on_one_host = is_on_one_host});
   if (gloo) return gloo;
   throw UsageError({.operation = "init_process_group", .group = config.name, .rank = config.rank},
@@ -126,13 +145,14 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const std::str
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> group_between_hosts(const Config& config,
-                                                           const Membership& membership) {
-  return nn::detail::group_over(make_gloo(config, "lockstep_between/", membership),
+                                                           const Membership& membership,
+                                                           std::chrono::milliseconds timeout) {
+  return nn::detail::group_over(make_gloo(config, "lockstep_between/", membership, timeout),
                                 c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
                                 config.store);
 }
 
-/// Over shared memory and, between hosts, over Gloo. Collective.
+/// Over shared memory and, between hosts, over lockstep's world or over Gloo. Collective.
 Backend::Joined join(const Config& config, const Membership& membership,
                      std::chrono::milliseconds timeout, std::source_location where) {
   const std::string& name = config.name;
@@ -148,6 +168,14 @@ Backend::Joined join(const Config& config, const Membership& membership,
     const auto local_rank = internal::variable("LOCAL_RANK");
     shared::record_joined(*env.segment, local_rank ? std::atoi(local_rank->c_str()) : -1);
   }
+  const internal::Session* const session = session_over_nodes(config);
+  if (session != nullptr && !membership.is_on_one_host()) {
+    return {
+        .group = internal::NativeGroup::split(
+            session->world_group(), {.key = config.rank, .name = name, .timeout = timeout}, where),
+        .engine = nullptr,
+        .messages = nullptr};
+  }
   std::unique_ptr<Engine> engine;
   std::shared_ptr<internal::Recorder> recorder;
   shared::HostEngine* shared_engine = nullptr;
@@ -162,14 +190,9 @@ Backend::Joined join(const Config& config, const Membership& membership,
     recorder = joined->recorder();
     shared_engine = joined.get();
     engine = std::move(joined);
-  } else if (internal::elastic() != nullptr) {
-    throw UsageError(
-        lockstep::context_of(barrier, membership.rank),
-        "a group of torch.distributed over several hosts does not go on after a lost "
-        "rank: under --elastic with --nnodes use the calls of lockstep itself, or C++");
   } else {
-    auto wire = nn::detail::Wire::make(group_between_hosts(config, membership),
-                                       c10::intrusive_ptr<c10d::Store>());
+    auto wire = nn::detail::Wire::make(group_between_hosts(config, membership, timeout),
+                                       c10::intrusive_ptr<c10d::Store>(), internal::elastic());
     engine = hierarchical::make(
         message::make("gloo", std::make_unique<nn::detail::Transport>(std::move(wire))),
         membership.hosts, barrier, env.tune);
@@ -217,7 +240,7 @@ c10::intrusive_ptr<Backend> Backend::make(const Config& config) {
   if (config.size > 1) {
     interpreter().watch_interrupts();
     if (!joined.messages) {
-      messages = make_gloo(config, "lockstep_messages/", membership);
+      messages = make_gloo(config, "lockstep_messages/", membership, timeout);
     }
   }
   auto options = c10::make_intrusive<Options>("lockstep", joined.group.timeout());

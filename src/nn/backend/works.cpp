@@ -2,13 +2,19 @@
 
 #include <fmt/format.h>
 
+#include <condition_variable>
+#include <mutex>
+#include <stop_token>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/wait_until_true.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "nn/error.hpp"
 #include "nn/gloo_engine/c10d_error.hpp"
 #include "nn/interpreter.hpp"
+#include "world/session.hpp"
 
 namespace lockstep::backend {
 
@@ -146,6 +152,28 @@ namespace {
                           fmt::format(fmt::runtime(what), who, failure.first_line()));
 }
 
+/// Gloo knows nothing of generations: aborts its work when that of an elastic world is over.
+class EndsWithGeneration {
+ public:
+  EndsWithGeneration(const shared::Elastic* elastic, c10d::Work& work) {
+    if (elastic == nullptr) return;
+    thread_ = std::jthread([elastic, &work](const std::stop_token& stop) {
+      constexpr std::chrono::milliseconds kInterval{5};
+      std::mutex mutex;
+      std::unique_lock lock(mutex);
+      std::condition_variable_any stopped;
+      while (!elastic->is_over()) {
+        stopped.wait_for(lock, stop, kInterval, [] { return false; });
+        if (stop.stop_requested()) return;
+      }
+      work.abort();
+    });
+  }
+
+ private:
+  std::jthread thread_;
+};
+
 }  // namespace
 
 GlooMessageWork::GlooMessageWork(Inner inner, ErrorContext context, int peer, c10d::OpType type,
@@ -157,7 +185,13 @@ GlooMessageWork::GlooMessageWork(Inner inner, ErrorContext context, int peer, c1
 
 bool GlooMessageWork::wait(std::chrono::milliseconds timeout) {
   try {
+    const auto elastic = internal::elastic();
+    const EndsWithGeneration ends(elastic.get(), *inner_);
     inner_->wait(timeout);
+    if (elastic) elastic->check(context_);
+  } catch (const Error&) {
+    finish(std::current_exception());
+    throw;
   } catch (const std::exception& error) {
     try {
       throw_error_of_message(error, context_, peer_);

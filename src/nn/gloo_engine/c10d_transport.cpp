@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/no_sigpipe.hpp"
+#include "engines/shared/bootstrap/shared_world.hpp"
 #include "nn/gloo_engine/c10d_error.hpp"
 #include "record/progress.hpp"
 
@@ -130,6 +131,20 @@ void Transport::cancel() noexcept {
 void Transport::release() noexcept {
   wait_.works.clear();  // before the callers' memory
   transfers_.clear();
+}
+
+std::optional<internal::Failure> Transport::verdict() const {
+  const shared::Elastic* const elastic = wire_->elastic();
+  if (elastic == nullptr || !elastic->is_over()) return std::nullopt;
+  internal::Failure failure = elastic->why_over();
+  failure.culprit = internal::Failure::kNoCulprit;  // in the numbers of another group
+  return failure;
+}
+
+std::chrono::milliseconds Transport::time_of_reason() const noexcept {
+  const auto usual = message::Transport::time_of_reason();
+  const shared::Elastic* const elastic = wire_->elastic();
+  return elastic == nullptr ? usual : std::max(usual, elastic->time_of_verdict());
 }
 
 std::unique_ptr<message::Transport> Transport::split(const std::vector<int>& members,

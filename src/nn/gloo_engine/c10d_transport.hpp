@@ -36,6 +36,8 @@ class Transport final : public message::Transport {
   std::optional<message::ControlMessage> poll_control() override {
     return wire_->poll_control(channel_);
   }
+  std::optional<internal::Failure> verdict() const override;
+  std::chrono::milliseconds time_of_reason() const noexcept override;
   std::unique_ptr<message::Transport> split(const std::vector<int>& members, std::int32_t channel,
                                             std::span<const std::byte> /*addresses*/) override;
 

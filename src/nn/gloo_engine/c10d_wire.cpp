@@ -77,14 +77,17 @@ struct Wire::ControlBytes {
 };
 
 std::shared_ptr<Wire> Wire::make(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                 c10::intrusive_ptr<c10d::Store> store) {
-  return {new Wire(std::move(group), std::move(store)), [](Wire* wire) {
+                                 c10::intrusive_ptr<c10d::Store> store,
+                                 std::shared_ptr<const shared::Elastic> elastic) {
+  return {new Wire(std::move(group), std::move(store), std::move(elastic)), [](Wire* wire) {
             if (!wire->is_forked_child()) delete wire;
           }};
 }
 
-Wire::Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store)
+Wire::Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
+           std::shared_ptr<const shared::Elastic> elastic)
     : store_(std::move(store)),
+      elastic_(std::move(elastic)),
       group_(std::move(group)),
       device_(group_->getBackendName() == "nccl"
                   ? c10::impl::VirtualGuardImpl(at::kCUDA).getDevice()

@@ -26,6 +26,10 @@
 
 #include "engines/message/transport.hpp"
 
+namespace lockstep::shared {
+class Elastic;
+}
+
 namespace lockstep::nn::detail {
 
 using message::Message;
@@ -55,8 +59,10 @@ class Wire {
  public:
   /// `store`: kept as long as the connections. In a forked copy of this process nothing is closed:
   /// the connections belong to the rank, and a destructor would join threads that do not exist.
+  /// `elastic`: whose generation ends all waits with its own end; null: none.
   static std::shared_ptr<Wire> make(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                    c10::intrusive_ptr<c10d::Store> store);
+                                    c10::intrusive_ptr<c10d::Store> store,
+                                    std::shared_ptr<const shared::Elastic> elastic = nullptr);
   ~Wire();
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;
@@ -67,6 +73,7 @@ class Wire {
   bool can_wait_again() const { return is_gloo_; }
   /// Whether a message may be shorter than its receive.
   bool takes_shorter_messages() const { return is_gloo_; }
+  const shared::Elastic* elastic() const { return elastic_.get(); }
 
  private:
   friend class Transport;
@@ -102,7 +109,8 @@ class Wire {
     Time deadline;
   };
 
-  Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store);
+  Wire(c10::intrusive_ptr<c10d::ProcessGroup> group, c10::intrusive_ptr<c10d::Store> store,
+       std::shared_ptr<const shared::Elastic> elastic);
   bool is_forked_child() const noexcept;
   at::Tensor tensor_of(void* data, std::size_t n_bytes) const;
   Transfer stage(const Message& message, int peer);
@@ -138,6 +146,7 @@ class Wire {
   Time end_of(const Wait& wait) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<const shared::Elastic> elastic_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const bool is_gloo_ = group_->getBackendName() == "gloo";
   at::Device device_;  // of the buffers passed to c10d; CUDA: the creating thread's current device

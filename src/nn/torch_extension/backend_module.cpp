@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "nn/backend/backend.hpp"
+#include "nn/backend/launcher_store.hpp"
 #include "nn/interpreter.hpp"
 #include "nn/torch_extension/torch_module.hpp"
 #include "python/gil.hpp"
@@ -104,6 +105,7 @@ void define_backend(py::module_& module) {
                        .make_gloo = make_gloo});
   module.def("make_backend", &make_backend, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout"), py::arg("global_ranks"));
+  module.def("launcher_store", &backend::make_launcher_store);
   module.def("leave_all", &backend::LivingBackends::leave, py::arg("failure"));
 }
 
