@@ -1,6 +1,6 @@
 # Draws DIRECTORY/{one,sync,plain,elastic}.dat (step, mean loss since the line before) to
 # DIRECTORY/loss.svg, with a line where each rank of elastic was killed.
-set terminal svg size 860,500 font "Helvetica,Arial,sans-serif,15" background "#ffffff" rounded
+set terminal svg size 720,500 font "Helvetica,Arial,sans-serif,17" background "#ffffff" rounded
 set output directory . "/loss.svg"
 
 set border 3 linewidth 1 linecolor rgb "#888888"
@@ -8,8 +8,8 @@ set tics nomirror out textcolor rgb "#444444"
 set grid ytics xtics linetype 1 linewidth 0.6 linecolor rgb "#e2e2e2"
 set xlabel "epoch" textcolor rgb "#222222"
 set ylabel "training loss" textcolor rgb "#222222"
-set title "Handwritten digits, global batch of 8, same seed" font ",18" textcolor rgb "#111111"
-set key top right spacing 1.4 samplen 3 textcolor rgb "#222222"
+set title "Handwritten digits, global batch of 8, same seed" font ",19" textcolor rgb "#111111"
+set key top right spacing 1.2 samplen 3 textcolor rgb "#222222"
 stats directory . "/one.dat" using 2 name "one" nooutput
 stats directory . "/plain.dat" using 2 name "plain" nooutput
 least = one_min < plain_min ? one_min : plain_min
@@ -23,13 +23,13 @@ set xtics 1
 epoch(step) = step / real(steps_per_epoch)
 killed = "#b26a00"
 do for [step in killed_at] {
-  set arrow from first epoch(step), graph 0 rto graph 0, graph 0.62 nohead \
+  set arrow from first epoch(step), graph 0 rto graph 0, graph 0.55 nohead \
       linewidth 1 dashtype 2 linecolor rgb killed
 }
 set label "rank 2 killed" at first epoch(word(killed_at, 1)), graph 0.04 offset 0.6,0 \
-    font ",13" textcolor rgb killed
+    font ",15" textcolor rgb killed
 set label "rank 1 killed, replaced" at first epoch(word(killed_at, 2)), graph 0.04 offset 0.6,0 \
-    font ",13" textcolor rgb killed
+    font ",15" textcolor rgb killed
 plot directory . "/one.dat" using (epoch($1)):2 with lines linewidth 8 linecolor rgb "#a9cbee" \
        title "one rank", \
      directory . "/sync.dat" using (epoch($1)):2 with lines linewidth 2 linecolor rgb "#0b4f9e" \
