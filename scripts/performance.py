@@ -394,14 +394,14 @@ def overview(result):
 def picture_of(table, title, path):
     """Latencies of all_reduce over sizes, by gnuplot. table: as of columns()."""
     ticks = ', '.join(f'"{bytes_text(n)}" {n}' for n in (4 << 4 * i for i in range(7)))
-    script = ["set terminal svg size 820,420 background rgb 'white' font 'sans-serif,12' noenhanced",
+    script = ["set terminal svg size 720,420 background rgb 'white' font 'sans-serif,16' noenhanced",
               f'set output "{path}"', 'set logscale x', 'set logscale y', 'set grid',
               "set ylabel 'median of a call, microseconds'", "set xlabel 'size of the message'",
-              f'set xtics ({ticks})', "set format y '%g'", 'set key outside right',
+              f'set xtics ({ticks})', "set format y '%g'", 'set key bottom right',
               'set title "' + title.replace('`', '') + '" noenhanced']
     plots, data = [], []
     for i, (name, sizes) in enumerate(table.items()):
-        width = 3 if name.startswith('lockstep') else 1
+        width = 3 if name.startswith('lockstep') else 2
         plots.append(f"'-' with linespoints lw {width} lt {i + 1} title \"{name}\" noenhanced")
         data += [f'{n} {us}' for (operation, n), us in sizes.items() if operation == 'all_reduce']
         data.append('e')
