@@ -56,7 +56,7 @@ TITLES = {
     'small': '2 ranks on 2 cores, small messages',
     'medium': '2 ranks on 2 cores, medium messages',
     'large': '2 ranks on 2 cores, large messages',
-    'allocated': '2 ranks on 2 cores, our processes in `allocate`d buffers, touched before each call',
+    'allocated': '2 ranks on 2 cores, our processes in buffers of `allocate`, touched before each call',
     'oversubscribed_4': '4 ranks on 2 cores',
     'oversubscribed_8': '8 ranks on 2 cores',
     'limits': '2 ranks on 2 cores, beside limits',
@@ -422,6 +422,13 @@ def when(result):
     return '; '.join(days)
 
 
+def command_of(run):
+    """As a block of code, with an option's value on the option's line."""
+    lines = textwrap.wrap(re.sub(' (?!-)', '\xa0', run['command']), 96, initial_indent='    ',
+                          subsequent_indent=' ' * 8, break_long_words=False, break_on_hyphens=False)
+    return ' \\\n'.join(lines).replace('\xa0', ' ')
+
+
 def blocks_of(result, result_path):
     """Mark in a page -> what stands there."""
     blocks = {'machine': '{cpu}, {cores} cores, {memory_gib} GiB, Linux {kernel}; '.format(
@@ -429,12 +436,12 @@ def blocks_of(result, result_path):
             'Peers: ' + peers_text(result) + '.', 130, break_long_words=False, break_on_hyphens=False))}
     for name, run in result['runs'].items():
         if name in RUNS:
-            blocks[name] = f"### {TITLES[name]}\n\n    {run['command']}\n\n{table_of(run)}"
+            blocks[name] = f"### {TITLES[name]}\n\n{command_of(run)}\n\n{table_of(run)}"
         elif name == 'steps':
-            blocks[name] = f"    {run['command']}\n\n{steps_table(run)}"
+            blocks[name] = f"{command_of(run)}\n\n{steps_table(run)}"
     for name, (run, *what) in TABLES.items():
         if run in result['runs']:
-            blocks[name] = f"    {result['runs'][run]['command']}\n\n" + ratios_table(result['runs'][run], *what)
+            blocks[name] = f"{command_of(result['runs'][run])}\n\n" + ratios_table(result['runs'][run], *what)
     title, curves, table = overview(result)
     if curves:
         blocks['overview'] = f'![{title}](images/performance.svg)\n\n{table}'
