@@ -129,13 +129,26 @@ def make_gloo(store: Any, rank: int, size: int, timeout: Any, is_on_one_host: bo
     """What the backend sends through where the ranks share no memory, or are on several hosts."""
     from torch.distributed import ProcessGroupGloo
 
-    if not is_on_one_host:
+    # Between hosts the host's name may stand for an address that the others cannot reach (127.0.1.1).
+    address = "127.0.0.1" if is_on_one_host else _address_towards(os.environ.get("MASTER_ADDR", ""))
+    if not is_on_one_host and ("GLOO_SOCKET_IFNAME" in os.environ or address.startswith("127.") or not address):
         return ProcessGroupGloo(store, rank, size, timeout=timeout)
-    # Connects two ranks when they first need it.
     gloo = ProcessGroupGloo._Options()
-    gloo._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    # On one host two ranks are connected when they first need it.
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=is_on_one_host)]
     gloo._timeout = timeout
     return ProcessGroupGloo(store, rank, size, gloo)
+
+
+def _address_towards(host: str) -> str:
+    """This host's address on the route to another; empty if it is not known."""
+    try:
+        kind, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as route:
+            route.connect(address)  # sends nothing
+            return str(route.getsockname()[0])
+    except OSError:
+        return ""
 
 
 @functools.cache

@@ -221,20 +221,20 @@ def end_when_the_group_is_made():
     n_stores = 0
     broadcast = _objects.broadcast_object_list
 
-    def broadcast_address(address, *arguments):
+    def broadcast_part(part, *arguments):
         nonlocal n_stores
-        broadcast(address, *arguments)
-        if isinstance(address[0], tuple) and PLACE == 0:
+        broadcast(part, *arguments)
+        if isinstance(part[0], str) and PLACE == 0:
             n_stores += 1
             if n_stores == 2:
                 die()
 
-    _objects.broadcast_object_list = broadcast_address
+    _objects.broadcast_object_list = broadcast_part
     Trainer(dies(2, 3, "forward")).run(8)
 
 
 def test_a_kill_while_the_default_group_is_made_anew(train, assert_as_alone):
-    """Rank 0 ends when the others know the address of its store, and before they connect."""
+    """Rank 0 ends when the others know the part of the store that is theirs, and before they use it."""
     printed, killed = train(3, end_when_the_group_is_made, "1:1")
     assert printed.count("was killed by SIGKILL") == 2, printed
     assert_as_alone(killed, 8)
@@ -328,8 +328,8 @@ def lose_the_state_while_it_is_shared(taken):
     def gather_or_die(*arguments, **options):
         nonlocal n_gathers
         if PLACE == 0 and state.step >= 5 and ls.get_world_size() == 2:
-            n_gathers += 1  # of who can join, the steps, who has loaded
-            if n_gathers == (4 if taken else 3):
+            n_gathers += 1  # of who has joined, the steps, who has loaded
+            if n_gathers == (3 if taken else 2):
                 if taken:
                     wait_for("loaded")
                 die()
@@ -360,7 +360,7 @@ def test_the_last_rank_that_has_the_state_is_lost_while_it_shares_it(train, asse
 @pytest.mark.parametrize("place", [0, 1])
 @on_elastic_ranks(3, "1:2", returned=2, says="did not call regroup() in time")
 def test_a_stopped_rank_while_groups_are_made(place):
-    """Also rank 0, which has the store: the others notice at the limit, and go on."""
+    """The others notice at the limit, and go on."""
     state = Trainer().state
 
     def train():

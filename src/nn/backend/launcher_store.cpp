@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork_guard.hpp"
 #include "engines/shared/bootstrap/launcher_socket.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
 #include "nn/gloo_engine/c10d_rendezvous.hpp"
-#include "nn/interpreter.hpp"
 #include "world/session.hpp"
 
 namespace lockstep::backend {
@@ -77,11 +77,14 @@ class LauncherStore final : public c10d::Store {
 
  private:
   StoreAnswer ask(const StoreRequest& request) const {
-    return shared::ask_store(socket_, rank_, world_, request,
-                             {.group = "world",
-                              .operation = "store",
-                              .timeout = timeout_,
-                              .where = nn::interpreter().where()});
+    if (process_.is_forked_child()) {
+      throw UsageError({.operation = "store", .group = "world", .rank = rank_},
+                       "this process is a fork of a rank; only the rank itself may use the store");
+    }
+    // Not at the caller's line, for which each look of a wait would take Python's lock.
+    return shared::ask_store(
+        socket_, rank_, world_, request,
+        {.group = "world", .operation = "store", .timeout = timeout_, .where = {}});
   }
   template <class Done>
   void wait_until(const std::vector<std::string>& keys, milliseconds timeout, Done done) const {
@@ -93,6 +96,7 @@ class LauncherStore final : public c10d::Store {
         fmt::format("wait timeout after {} ms, keys: {}", timeout.count(), fmt::join(keys, ", ")));
   }
 
+  const base::ForkGuard process_;
   const int socket_, rank_;
   const std::uint64_t world_;
 };
