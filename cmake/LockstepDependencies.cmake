@@ -21,13 +21,17 @@ if(NOT nlohmann_json_FOUND)
   find_package(nlohmann_json QUIET)
 endif()
 if(LOCKSTEP_BUILT)
-  set(CLI11_FOUND TRUE)  # only the command includes it
+  # Only the command needs them.
+  set(CLI11_FOUND TRUE)
+  set(Sodium_FOUND TRUE)
 else()
   find_package(CLI11 QUIET)
+  find_package(Sodium QUIET)
 endif()
 
 set(lockstep_missing "")
-foreach(package libfmt-dev=fmt libcereal-dev=cereal nlohmann-json3-dev=nlohmann_json libcli11-dev=CLI11)
+foreach(package libfmt-dev=fmt libcereal-dev=cereal nlohmann-json3-dev=nlohmann_json libcli11-dev=CLI11
+                libsodium-dev=Sodium)
   string(REPLACE "=" ";" package ${package})
   list(GET package 1 name)
   if(NOT ${name}_FOUND)

@@ -15,6 +15,7 @@ NAMES = {
     "cereal": ("cereal", "cereal", "libcereal-dev"),
     "nlohmann_json": ("nlohmann-json", "nlohmann_json", "nlohmann-json3-dev"),
     "CLI11": ("cli11", "cli11", "libcli11-dev"),
+    "Sodium": ("libsodium", "libsodium", "libsodium-dev"),
 }
 # Of the compiler; of the libtorch layer; of the Python package.
 OTHERS = {"Threads", "Torch", "Python", "nanobind"}
@@ -40,9 +41,9 @@ searched = {name for file in files for name in re.findall(r"^[^#\n]*find_package
 if searched != set(NAMES):
     sys.exit(f"check_recipes: CMake looks for {sorted(searched)}, and NAMES has {sorted(NAMES)}; add them to the recipes")
 
-# Whoever links the static library finds all of these but CLI11, which only the command uses.
+# Whoever links the static library finds all of these but what only the command uses.
 linked = set(re.findall(r"find_dependency\((\w+)", text_of("cmake/lockstepConfig.cmake.in"))) - OTHERS
-expect("cmake/lockstepConfig.cmake.in: find_dependency", sorted(linked), sorted(searched - {"CLI11"}))
+expect("cmake/lockstepConfig.cmake.in: find_dependency", sorted(linked), sorted(searched - {"CLI11", "Sodium"}))
 depends = re.search(r"DEBIAN_DEV_PACKAGE_DEPENDS\s+\"([^\"]*)\"", text_of("cmake/LockstepPackages.cmake"))[1]
 expect("cmake/LockstepPackages.cmake: -dev packages that liblockstep-dev needs",
        sorted(name for name in re.split(r"[ ,]+", depends) if name.endswith("-dev")),
@@ -74,7 +75,7 @@ expect("packaging/conan: requirements", sorted(re.findall(r'requires\("(\w+)/', 
 front = re.search(r"build_packages=\(([^)]*)\)", text_of("scripts/packages.conf"))[1].split()
 expect("scripts/packages.conf: build_packages without", sorted({NAMES[name][2] for name in searched} - set(front)), [])
 
-# The Python packages, and what pip brings to build the first; the index has no CLI11.
+# The Python packages, and what pip brings to build the first; the index has neither CLI11 nor libsodium.
 PYTHON = {"fmt": "cmeel-fmt", "cereal": "cmeel-cereal", "nlohmann_json": "nlohmann-json"}
 for name in ("pyproject.toml", "python/torch/pyproject.toml"):
     expect(f"{name}: license", re.findall(r'^license = "(.*)"', text_of(name), re.M), ["Apache-2.0"])

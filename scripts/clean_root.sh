@@ -115,7 +115,7 @@ hello() { # COMMAND
 }
 
 apt='apt-get update && apt-get install -y --no-install-recommends'
-libraries='libfmt-dev libcli11-dev nlohmann-json3-dev libcereal-dev'
+libraries='libfmt-dev libcli11-dev nlohmann-json3-dev libcereal-dev libsodium-dev'
 
 way_deb() {
   begin deb
@@ -142,7 +142,7 @@ way_cmake() {
 
 way_pip() {
   begin pip
-  run "$apt g++ cmake ninja-build libcli11-dev python3-dev python3-venv" &&
+  run "$apt g++ cmake ninja-build libcli11-dev libsodium-dev python3-dev python3-venv" &&
     run 'python3 -m venv /venv && pip install .' &&
     hello 'lockstep run -n 2 -- python examples/python/hello.py'
 }
@@ -165,7 +165,7 @@ way_wheels() {
 way_wheel-from-source() {
   [ "${RELEASE:-}" = jammy ] || die 'wheel-from-source needs RELEASE=jammy'
   begin wheel-from-source
-  run "$apt g++ libcli11-dev libmpich-dev libopenmpi-dev python3-dev python3-venv" &&
+  run "$apt g++ libcli11-dev libsodium-dev libmpich-dev libopenmpi-dev python3-dev python3-venv" &&
     run 'python3 -m venv /venv && pip wheel --no-deps --wheel-dir /wheels .' || return
   # That of the stable ABI needs Python 3.12, which only newer systems have: compiled here, the wheel needs no newer glibc.
   echo "deb-src $ubuntu noble main" >"$root/etc/apt/sources.list.d/python.list"

@@ -15,7 +15,7 @@ class LockstepConan(ConanFile):
     topics = ("distributed", "collectives", "mpi", "training")
     settings = "os", "compiler", "build_type", "arch"
     options = {"system_libraries": [True, False]}
-    # True: fmt, cereal, nlohmann-json and CLI11 of the system, so that nothing is downloaded.
+    # True: fmt, cereal, nlohmann-json, CLI11 and libsodium of the system, so that nothing is downloaded.
     default_options = {"system_libraries": False}
 
     @property
@@ -27,7 +27,7 @@ class LockstepConan(ConanFile):
         self.version = re.search(r"project\(lockstep VERSION ([0-9.]+)", text).group(1)
 
     def export_sources(self):
-        for pattern in ("CMakeLists.txt", "LICENSE", "cmake/*", "include/*", "src/*"):
+        for pattern in ("CMakeLists.txt", "LICENSE", "cmake/*", "include/*", "packaging/copyright", "src/*"):
             copy(self, pattern, self._root, self.export_sources_folder)
 
     def requirements(self):
@@ -37,6 +37,7 @@ class LockstepConan(ConanFile):
         self.requires("cereal/[>=1.3 <2]", transitive_headers=True)
         self.requires("nlohmann_json/[>=3.11 <4]", transitive_headers=True)
         self.requires("cli11/[>=2.3 <3]", visible=False)
+        self.requires("libsodium/[>=1.0.18 <2]", visible=False)
 
     def layout(self):
         cmake_layout(self)
@@ -56,7 +57,8 @@ class LockstepConan(ConanFile):
         cmake.build()
 
     def package(self):
-        copy(self, "LICENSE", self.source_folder, os.path.join(self.package_folder, "licenses"))
+        for name in ("LICENSE", "packaging/copyright"):
+            copy(self, name, self.source_folder, os.path.join(self.package_folder, "licenses"))
         CMake(self).install()
 
     def package_info(self):

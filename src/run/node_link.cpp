@@ -12,7 +12,8 @@
 
 namespace lockstep::run {
 
-Link::Link(base::UniqueFd fd, bool is_known) : fd_(std::move(fd)) {
+Link::Link(base::UniqueFd fd, std::string_view secret, bool is_known)
+    : fd_(std::move(fd)), key_(secret, /*is_node_0=*/!is_known) {
   enable_keepalive(fd_.get());
   reader_.accepts_body = is_known;
 }
@@ -28,8 +29,29 @@ std::string Link::peer() const {
   return is_known ? host.data() : "an unknown address";
 }
 
-void Link::send(const NodeMessage& message, std::string_view body) {
+void Link::greet(const NodeMessage& hello) {
+  hello_ = hello;
+  NodeMessage connect(NodeMessageKind::connect);
+  connect.nonce = key_.nonce();
+  send(connect);
+}
+
+bool Link::makes_key(const NodeMessage& message) {
+  const auto expected = hello_ ? NodeMessageKind::challenge : NodeMessageKind::connect;
+  if (key_.is_complete() || message.protocol != kProtocol || message.kind != expected) return false;
+  if (!hello_) {
+    NodeMessage challenge(NodeMessageKind::challenge);
+    challenge.nonce = key_.nonce();
+    send(challenge);
+  }
+  key_.complete(message.nonce);
+  if (hello_) send(*hello_);
+  return true;
+}
+
+void Link::send(NodeMessage message, std::string_view body) {
   if (!fd_) return;
+  if (key_.is_complete()) key_.sign(message, body);
   unsent_.append(reinterpret_cast<const char*>(&message), sizeof message);
   unsent_.append(body);
   send_rest();
@@ -49,7 +71,16 @@ void Link::send_rest() {
 
 std::optional<ReceivedMessage> Link::receive() {
   for (;;) {
-    if (auto message = reader_.next()) return message;
+    if (auto received = reader_.next()) {
+      if (makes_key(received->message)) continue;
+      received->is_authentic = key_.verify(received->message, received->body);
+      if (!received->is_authentic && is_proved_) {
+        close();
+        return std::nullopt;
+      }
+      is_proved_ = received->is_authentic;
+      return received;
+    }
     if (reader_.is_foreign()) close();
     if (!fd_) return std::nullopt;
     std::array<char, sizeof(NodeMessage)> bytes;
@@ -65,7 +96,8 @@ std::optional<ReceivedMessage> Link::receive() {
   }
 }
 
-int accept_pending(int listener, std::vector<std::unique_ptr<Link>>& links) {
+int accept_pending(int listener, std::string_view secret,
+                   std::vector<std::unique_ptr<Link>>& links) {
   for (std::size_t i = 0; i < kMaxUnidentified; ++i) {
     base::UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!fd) {
@@ -73,7 +105,7 @@ int accept_pending(int listener, std::vector<std::unique_ptr<Link>>& links) {
           errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
       return is_short ? errno : 0;
     }
-    links.push_back(std::make_unique<Link>(std::move(fd)));
+    links.push_back(std::make_unique<Link>(std::move(fd), secret));
   }
   return 0;
 }

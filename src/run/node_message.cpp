@@ -24,24 +24,11 @@ constexpr int kMostRanks = 1 << 24;  // of a world
 /// Longer than any wait; sums with it do not overflow a clock.
 constexpr milliseconds kMaxTimeout = std::chrono::hours(24 * 365);
 
-/// Constant-time comparison, so the secret cannot be guessed byte by byte.
-bool has_secret(const NodeMessage& message, std::string_view secret) {
-  NodeMessage expected;
-  expected.set_secret(secret);
-  unsigned differences = 0;
-  for (std::size_t i = 0; i < kMaxSecretBytes; ++i) {
-    differences |= static_cast<unsigned char>(message.secret[i] ^ expected.secret[i]);
-  }
-  return differences == 0;
-}
-
 }  // namespace
 
 NodeMessage::NodeMessage(Kind what, std::string_view words) : kind(what) {
   base::copy_text(text, words);
 }
-
-void NodeMessage::set_secret(std::string_view words) { words.copy(secret.data(), secret.size()); }
 
 std::size_t NodeMessageReader::n_wanted() const {
   if (n_bytes_ < sizeof(NodeMessage)) return sizeof(NodeMessage) - n_bytes_;
@@ -85,16 +72,17 @@ std::string text_of(const NodeMessage& message) {
   return text;
 }
 
-HelloReply validate_hello(const NodeMessage& hello, const NodesOptions& options,
+HelloReply validate_hello(const ReceivedMessage& received, const NodesOptions& options,
                           const ElasticOptions& elastic, const std::string& address, int n_restarts,
                           std::span<const int> ranks_of) {
+  const NodeMessage& hello = received.message;
   if (hello.protocol != kProtocol) {
     return {Action::reject,
             fmt::format("a node that connected to {} uses protocol {}, node 0 uses {}; use one "
                         "version of lockstep on all nodes",
                         address, hello.protocol, kProtocol)};
   }
-  if (!has_secret(hello, options.secret)) {
+  if (!received.is_authentic) {
     return {Action::reject,
             fmt::format("node {} connected to {} with another --rdzv-secret than node 0; give all "
                         "nodes a file with the same content, or none",
@@ -157,7 +145,7 @@ RankLayout parse_layout(const ReceivedMessage& received, const NodesOptions& opt
             address, reply.protocol, kProtocol));
   }
   if (reply.kind != Kind::placed) throw MismatchError(launcher_context(), text_of(reply));
-  if (!has_secret(reply, options.secret)) {
+  if (!received.is_authentic) {
     throw MismatchError(launcher_context(),
                         fmt::format("the process at {} does not have the secret of --rdzv-secret: "
                                     "it is not node 0 of this job",
@@ -205,8 +193,7 @@ NodeMessage message_of(const RankAddress& address) {
   NodeMessage message(Kind::address);
   message.rank = address.rank;
   message.world = address.world;
-  message.n_address_bytes =
-      static_cast<std::uint32_t>(std::min(address.bytes.size(), message.text.size()));
+  message.n_address_bytes = std::min(address.bytes.size(), message.text.size());
   address.bytes.copy(message.text.data(), message.text.size());
   return message;
 }

@@ -8,6 +8,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "engines/shared/bootstrap/launcher_socket.hpp"
@@ -21,11 +22,14 @@
 namespace lockstep::run {
 
 inline constexpr std::uint64_t kGreeting = 0x7365646f6e736b6cULL;
-inline constexpr std::uint32_t kProtocol = 5;
+inline constexpr std::uint32_t kProtocol = 6;
 /// Limit of what follows a message.
 inline constexpr std::size_t kMaxBodyBytes = std::size_t{1} << 20U;
 
 enum class NodeMessageKind : std::uint32_t {
+  // The first two of a link: LinkKey.
+  connect,
+  challenge,
   hello,     // to node 0: node rank, number of ranks
   placed,    // from node 0: all have connected; text has the run id
   rejected,  // from node 0: text has the reason
@@ -68,6 +72,9 @@ struct NodeCommand {
 
 /// The first three fields never change. All machines of a world have the same byte order.
 struct NodeMessage {
+  using Nonce = std::array<unsigned char, 32>;
+  using Code = std::array<unsigned char, 32>;
+
   std::uint64_t greeting = kGreeting;
   std::uint32_t protocol = kProtocol;
   NodeMessageKind kind = NodeMessageKind::hello;
@@ -98,20 +105,22 @@ struct NodeMessage {
   std::uint32_t flag = 0;                 ///< of an event: is_done; of a command: has_earlier_steps
   std::uint32_t n_items = 0, n_lost = 0;  ///< in the body
   std::uint32_t n_body_bytes = 0;         ///< that follow the message
-  std::uint32_t n_address_bytes = 0;      ///< of address, in text
+  std::uint64_t n_address_bytes = 0;      ///< of address, in text
   std::uint64_t world = 0;                ///< of address and store
-  std::array<char, kMaxSecretBytes> secret{};  ///< of hello and placed
+  Nonce nonce{};                          ///< of connect and challenge
+  Code code{};                            ///< of all others: see LinkKey
   std::array<char, 1056> text{};
 
   NodeMessage() = default;
   explicit NodeMessage(NodeMessageKind what, std::string_view words = {});
-  void set_secret(std::string_view words);
 };
+static_assert(std::has_unique_object_representations_v<NodeMessage>, "a code covers every byte");
 
 /// A message and what follows it.
 struct ReceivedMessage {
   NodeMessage message;
   std::string body;
+  bool is_authentic = false;  ///< its sender has the secret; without one: it follows the protocol
 };
 
 /// Extracts complete messages from a byte stream.
@@ -149,7 +158,7 @@ struct HelloReply {
 };
 
 /// `ranks_of`: the number of ranks of each connected node, else 0. `address`: for texts.
-HelloReply validate_hello(const NodeMessage& hello, const NodesOptions& options,
+HelloReply validate_hello(const ReceivedMessage& received, const NodesOptions& options,
                           const ElasticOptions& elastic, const std::string& address, int n_restarts,
                           std::span<const int> ranks_of);
 

@@ -132,10 +132,11 @@ void Nodes::accept_nodes(const Signals& signals, int n_restarts) {
     std::vector<pollfd> entries;
     append_to(entries);
     poll_or_interrupt(entries, deadline_, signals);
-    const int shortage = accept_pending(listener_.get(), links_);
+    const int shortage = accept_pending(listener_.get(), options_.secret, links_);
     for (const auto& link : links_) {
+      link->send_rest();
       const auto hello = link->receive();
-      if (hello && greet(*link, hello->message, n_restarts, ranks_of)) {
+      if (hello && greet(*link, *hello, n_restarts, ranks_of)) {
         ranks_of[static_cast<std::size_t>(link->node_rank)] = hello->message.n_ranks;
       }
       if (link->is_open() || link->node_rank < 0) continue;
@@ -149,9 +150,10 @@ void Nodes::accept_nodes(const Signals& signals, int n_restarts) {
   send_layout(std::move(ranks_of));
 }
 
-bool Nodes::greet(Link& link, const NodeMessage& hello, int n_restarts,
+bool Nodes::greet(Link& link, const ReceivedMessage& received, int n_restarts,
                   std::span<const int> ranks_of) {
-  HelloReply reply = validate_hello(hello, options_, elastic_, address_, n_restarts, ranks_of);
+  const NodeMessage& hello = received.message;
+  HelloReply reply = validate_hello(received, options_, elastic_, address_, n_restarts, ranks_of);
   if (reply.action == HelloReply::Action::join) {
     const auto node = static_cast<std::size_t>(hello.node_rank);
     if (hello.key != 0 && hello.key != placement_.key) {
@@ -191,7 +193,8 @@ void Nodes::drop_links(int shortage) {
                     address_));
   }
   const std::size_t most =
-      shortage == 0 ? kMaxUnidentified : std::max<std::size_t>(n_unidentified, 1) - 1;
+      shortage == 0 ? std::max(kMaxUnidentified, static_cast<std::size_t>(options_.n_nodes))
+                    : std::max<std::size_t>(n_unidentified, 1) - 1;
   std::erase_if(links_, [&](const auto& link) {
     if (link->is_open() && (link->node_rank >= 0 || n_unidentified <= most)) return false;
     if (link->is_open()) --n_unidentified;
@@ -223,7 +226,6 @@ void Nodes::send_layout(std::vector<int> ranks_of) {
 
 void Nodes::send_layout_to(Link& link) {
   NodeMessage placed(Kind::placed, placement_.run_id);
-  placed.set_secret(options_.secret);
   placed.master_port = placement_.master_port;
   placed.key = placement_.key;
   placed.world_size = placement_.world_size;
@@ -236,7 +238,7 @@ void Nodes::send_layout_to(Link& link) {
 }
 
 void Nodes::accept_again() {
-  const int shortage = accept_pending(listener_.get(), links_);
+  const int shortage = accept_pending(listener_.get(), options_.secret, links_);
   for (const auto& link : links_) {
     if (link->node_rank >= 0 && !link->is_joining) continue;
     const auto hello = link->receive();
@@ -244,7 +246,7 @@ void Nodes::accept_again() {
     // Each node but this one may return.
     std::vector<int> ranks_of(placement_.ranks_of.size(), 0);
     ranks_of[0] = n_ranks_;
-    link->is_joining = greet(*link, hello->message, /*n_restarts=*/0, ranks_of);
+    link->is_joining = greet(*link, *hello, /*n_restarts=*/0, ranks_of);
   }
   drop_links(shortage);
 }
@@ -271,7 +273,7 @@ void Nodes::connect_to_node_0(const Signals& signals) {
     poll_or_interrupt({}, std::min(deadline_, Clock::now() + kRetryEvery), signals);
     address = address->ai_next != nullptr ? address->ai_next : addresses.get();
   }
-  links_.push_back(std::make_unique<Link>(std::move(fd), /*is_known=*/true));
+  links_.push_back(std::make_unique<Link>(std::move(fd), options_.secret, /*is_known=*/true));
   links_.front()->node_rank = 0;
 }
 
@@ -290,9 +292,8 @@ ReceivedMessage Nodes::greet_node_0(const Signals& signals, int n_restarts) {
   hello.n_restarts = n_restarts;
   hello.key = left_job_;
   hello.has_ucx = options_.has_ucx ? 1 : 0;
-  hello.set_secret(options_.secret);
   hello.timeout_ms = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now()).count();
-  link.send(hello);
+  link.greet(hello);
   std::optional<ReceivedMessage> reply;
   while (!(reply = link.receive())) {
     if (!link.is_open()) {

@@ -33,8 +33,8 @@ struct NodeCommand;
 /// This launcher's connection to the other nodes, for one start of the ranks: node 0 listens, the
 /// others connect. It carries the number of ranks per node, the ranks' addresses, what they ask of
 /// their store and how each node ended, in an elastic job also what ElasticMembership is told and
-/// decides: control messages only, no data of ranks. A peer without the secret is rejected; a node
-/// with it is trusted. Nothing is encrypted.
+/// decides: control messages only, no data of ranks. A peer that does not prove the secret is
+/// rejected; a node that does is trusted (LinkKey). Nothing is encrypted.
 class Nodes {
  public:
   /// Waits until all nodes have connected, or in an elastic job that runs, until node 0 lets this
@@ -100,7 +100,8 @@ class Nodes {
   // node 0. ranks_of: how many ranks each node has; 0: it has not connected
   void accept_nodes(const Signals& signals, int n_restarts);
   /// Answers a hello. Returns whether the node may join.
-  bool greet(Link& link, const NodeMessage& hello, int n_restarts, std::span<const int> ranks_of);
+  bool greet(Link& link, const ReceivedMessage& received, int n_restarts,
+             std::span<const int> ranks_of);
   /// Of an elastic job that runs: connections that have come.
   void accept_again();
   bool runs() const { return placement_.world_size > 0; }  ///< the job has begun

@@ -14,7 +14,7 @@ namespace lockstep::run {
 /// Maximum number of ranks per launcher: the capacity of a segment.
 inline constexpr int kMaxRanks = 512;
 
-/// The longest secret that launchers compare.
+/// The longest secret of launchers.
 inline constexpr std::size_t kMaxSecretBytes = 64;
 
 enum class Bind : std::uint8_t {

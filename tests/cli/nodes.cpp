@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
-#include "base/fd.hpp"
+#include "support/waiting.hpp"
 
 namespace lockstep::test {
 
@@ -24,6 +24,17 @@ std::string free_rendezvous() {
   EXPECT_EQ(::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), n_bytes), 0);
   EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &n_bytes), 0);
   return fmt::format("127.0.0.1:{}", ntohs(address.sin_port));
+}
+
+base::UniqueFd connect_to(const std::string& rendezvous) {
+  const sockaddr_in address = loopback(std::stoi(rendezvous.substr(rendezvous.find(':') + 1)));
+  base::UniqueFd fd;
+  const auto connect = [&] {
+    fd.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
+  };
+  EXPECT_TRUE(wait_until(connect)) << "no listener at " << rendezvous;
+  return fd;
 }
 
 std::unique_ptr<Command> start(const Node& node) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fd.hpp"
 #include "cli/command.hpp"
 
 // Launchers of one job on several nodes: processes on loopback, or in network namespaces.
@@ -15,6 +16,8 @@ namespace lockstep::test {
 sockaddr_in loopback(int port);
 /// 127.0.0.1 and a port that is free.
 std::string free_rendezvous();
+/// As soon as somebody listens there.
+base::UniqueFd connect_to(const std::string& rendezvous);
 
 struct Node {
   int n_nodes = 2;

@@ -61,10 +61,11 @@ class RunElasticNodesTest : public testing::Test {
     }
     EXPECT_EQ(n, n_done);
   }
-  /// A job that takes steps until it is told to end, with a lease of a second.
+  /// A job that takes steps until it is told to end, with a lease of a second and a secret.
   void start_steps(int n_nodes, const std::string& limits = "1") {
+    std::ofstream(secret_) << "the secret of this job\n";
     start_job({"until", end_}, std::vector<int>(static_cast<std::size_t>(n_nodes), 2),
-              {"--elastic", limits, "--elastic-lease", "1"});
+              {"--elastic", limits, "--elastic-lease", "1", "--rdzv-secret", secret_});
     await_step();
   }
   void end_steps(int n_ranks) {
@@ -76,6 +77,7 @@ class RunElasticNodesTest : public testing::Test {
 
   const TemporaryFolder folder_;
   const std::string end_ = folder_ / "end";
+  const std::string secret_ = folder_ / "secret";
   const std::string rendezvous_ = free_rendezvous();
   std::vector<std::string> program_, options_;
   std::vector<int> n_ranks_;
@@ -262,8 +264,11 @@ TEST_F(RunElasticNodesTest, a_node_that_returns_otherwise_is_rejected) {
     EXPECT_TRUE(contains(ended.err, why)) << ended.err;
   };
   is_rejected(start_node(1, 3), "node 1 had 2 ranks, and returns to " + rendezvous_ + " with 3");
-  is_rejected(start_node(1, 2, {"--elastic", "2", "--elastic-lease", "1"}),
-              "node 1 has another --elastic or --elastic-lease than node 0");
+  is_rejected(start_node(1, 2, {"--elastic", "1", "--elastic-lease", "1"}),
+              "node 1 connected to " + rendezvous_ + " with another --rdzv-secret than node 0");
+  is_rejected(
+      start_node(1, 2, {"--elastic", "2", "--elastic-lease", "1", "--rdzv-secret", secret_}),
+      "node 1 has another --elastic or --elastic-lease than node 0");
   end_steps(4);
 }
 

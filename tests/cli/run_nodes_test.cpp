@@ -298,17 +298,6 @@ TEST(RunNodesTest, ignores_foreign_connections) {
   EXPECT_EQ(sorted_lines_of(second->wait().out), (Lines{"2", "3"}));
 }
 
-base::UniqueFd connect_to(const std::string& rendezvous) {
-  const sockaddr_in address = loopback(std::stoi(rendezvous.substr(rendezvous.find(':') + 1)));
-  base::UniqueFd fd;
-  const auto connect = [&] {
-    fd.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    return ::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0;
-  };
-  EXPECT_TRUE(wait_until(connect)) << "no listener at " << rendezvous;
-  return fd;
-}
-
 TEST(RunNodesTest, random_bytes_at_the_port_do_not_disturb) {
   const std::string rendezvous = free_rendezvous();
   const auto first = start({.node_rank = 0, .rendezvous = rendezvous, .script = "echo $RANK"});

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 
+#include "run/link_key.hpp"
 #include "run/node_message.hpp"
 
 namespace {
@@ -25,11 +26,13 @@ void require_printable(const std::string& text) {
   require(std::ranges::none_of(text, [](unsigned char c) { return c < ' ' && c != '\n'; }));
 }
 
-void come_to_node_0(const NodeMessage& message, const NodesOptions& options) {
+void come_to_node_0(const ReceivedMessage& received, const NodesOptions& options) {
+  const NodeMessage& message = received.message;
   std::array<int, 3> ranks_of = {2, 0, 4};
   const HelloReply welcome =
-      validate_hello(message, options, ElasticOptions{}, "host:1", /*n_restarts=*/1, ranks_of);
+      validate_hello(received, options, ElasticOptions{}, "host:1", /*n_restarts=*/1, ranks_of);
   if (welcome.action == HelloReply::Action::join) {
+    require(received.is_authentic);
     require(message.node_rank == 1 && message.n_ranks >= 1 && message.n_ranks <= kMaxRanks);
     const auto now = std::chrono::steady_clock::now();
     require(now + welcome.timeout >= now);
@@ -40,6 +43,7 @@ void answer(const ReceivedMessage& message, const NodesOptions& options) {
   try {
     constexpr int kRanks = 2;
     const RankLayout placement = parse_layout(message, options, "host:1", kRanks);
+    require(message.is_authentic);
     require(placement.first_rank >= 0 && placement.first_rank + kRanks <= placement.world_size);
     require(placement.world_size <= options.n_nodes * kMaxRanks && placement.master_port > 0);
     require(placement.ranks_of.size() == static_cast<std::size_t>(options.n_nodes));
@@ -76,17 +80,23 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
                              .secret = data[0] % 2 == 0 ? "" : "the secret of this job"};
   std::span<const char> rest(reinterpret_cast<const char*>(data) + 1, size - 1);
   NodeMessageReader reader;
+  LinkKey key(options.secret, /*is_node_0=*/true);
+  key.complete({});
   while (!rest.empty()) {
     const std::size_t n = std::min({n_piece, reader.n_wanted(), rest.size()});
     require(n > 0);
     reader.add(rest.first(n));
     rest = rest.subspan(n);
     if (reader.is_foreign()) return 0;  // the connection ends
-    while (const auto received = reader.next()) {
+    while (auto received = reader.next()) {
       const NodeMessage& message = received->message;
       require(message.greeting == kGreeting);
-      come_to_node_0(message, options);
-      answer(*received, options);
+      require(!key.verify(message, received->body));
+      for (const bool is_authentic : {false, true}) {
+        received->is_authentic = is_authentic;
+        come_to_node_0(*received, options);
+        answer(*received, options);
+      }
       report_and_decide(*received);
       const NodeFailure failure = read_failed(message);
       require(failure.exit_code >= 1 && failure.exit_code <= 255);
