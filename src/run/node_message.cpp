@@ -76,6 +76,9 @@ HelloReply validate_hello(const ReceivedMessage& received, const NodesOptions& o
                           const ElasticOptions& elastic, const std::string& address, int n_restarts,
                           std::span<const int> ranks_of) {
   const NodeMessage& hello = received.message;
+  // Without a secret it may come from anybody, who must not end the job. The node of somebody who
+  // mistyped an option gets its error either way, and may come again.
+  const Action disagree = options.secret.empty() ? Action::reject : Action::reject_all;
   if (hello.protocol != kProtocol) {
     return {Action::reject,
             fmt::format("a node that connected to {} uses protocol {}, node 0 uses {}; use one "
@@ -92,12 +95,12 @@ HelloReply validate_hello(const ReceivedMessage& received, const NodesOptions& o
     return {Action::ignore};
   }
   if (hello.n_nodes != options.n_nodes) {
-    return {Action::reject_all,
+    return {disagree,
             fmt::format("nodes at {} disagree: node {} has --nnodes {}, node 0 has --nnodes {}",
                         address, hello.node_rank, hello.n_nodes, options.n_nodes)};
   }
   if (hello.n_restarts != n_restarts) {
-    return {Action::reject_all,
+    return {disagree,
             fmt::format("nodes at {} disagree: node {} starts after {} restarts, node 0 after {}; "
                         "start all nodes again, with the same --max-restarts",
                         address, hello.node_rank, hello.n_restarts, n_restarts)};
@@ -107,12 +110,12 @@ HelloReply validate_hello(const ReceivedMessage& received, const NodesOptions& o
                                         address, hello.node_rank, options.n_nodes - 1)};
   }
   if (ranks_of[static_cast<std::size_t>(hello.node_rank)] != 0) {
-    return {Action::reject_all,
+    return {disagree,
             fmt::format("two launchers at {} have --node-rank {}; it must be unique, from 0 to {}",
                         address, hello.node_rank, options.n_nodes - 1)};
   }
   if ((hello.has_ucx != 0) != options.has_ucx) {
-    return {Action::reject_all,
+    return {disagree,
             fmt::format("nodes at {} disagree: node {} has {} liblockstep-ucx.so, node 0 has {}; "
                         "install lockstep-ucx on all nodes, or on none",
                         address, hello.node_rank, hello.has_ucx != 0 ? "the module" : "no",
@@ -120,7 +123,7 @@ HelloReply validate_hello(const ReceivedMessage& received, const NodesOptions& o
   }
   if (hello.least != elastic.least || hello.most != elastic.most ||
       hello.lease_ms != elastic.lease.count()) {
-    return {Action::reject_all,
+    return {disagree,
             fmt::format("nodes at {} disagree: node {} has another --elastic or --elastic-lease "
                         "than node 0",
                         address, hello.node_rank)};

@@ -150,7 +150,7 @@ struct HelloReply {
     join,
     ignore,      ///< not a launcher that is starting
     reject,      ///< not part of this job: gets an error; the wait for the others continues
-    reject_all,  ///< the nodes disagree: all get an error and exit
+    reject_all,  ///< a node that has proved the secret disagrees: all get an error and exit
   };
   Action action = Action::join;
   std::string text{};                   ///< of reject and reject_all

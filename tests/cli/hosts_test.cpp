@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -166,13 +167,16 @@ TEST_F(UcxHostsTest, ranks_that_do_not_join_are_named) {
 
 TEST_F(UcxHostsTest, nodes_of_which_one_has_no_module_are_refused) {
   const Namespaces machines(2);
+  const TemporaryFolder folder;
+  std::ofstream(folder / "secret") << "the secret of this job\n";
   std::vector<std::unique_ptr<Command>> nodes;
   for (const int node : {0, 1}) {
-    nodes.push_back(std::make_unique<Command>(StartOptions{
-        .arguments = {"run", "--nnodes", "2", "--node-rank", std::to_string(node), "--rdzv",
-                      Namespaces::address(0) + ":29400", "-n", "1", "--", "true"},
-        .variables = {{"LOCKSTEP_UCX", node == 0 ? UCX_MODULE : "off"}},
-        .shell = Namespaces::shell_of(node)}));
+    nodes.push_back(std::make_unique<Command>(
+        StartOptions{.arguments = {"run", "--nnodes", "2", "--node-rank", std::to_string(node),
+                                   "--rdzv", Namespaces::address(0) + ":29400", "--rdzv-secret",
+                                   folder / "secret", "-n", "1", "--", "true"},
+                     .variables = {{"LOCKSTEP_UCX", node == 0 ? UCX_MODULE : "off"}},
+                     .shell = Namespaces::shell_of(node)}));
   }
   for (const Ended& ended : wait_for(nodes)) {
     EXPECT_NE(ended.exit_code, 0);

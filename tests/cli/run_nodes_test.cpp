@@ -229,12 +229,21 @@ TEST(RunNodesTest, node_0_that_is_not_there_is_named_with_host_and_port) {
 }
 
 TEST(RunNodesTest, nodes_that_disagree_are_rejected) {
+  const TemporaryFolder folder;
+  std::ofstream(folder / "secret") << "the secret of this job\n";
+  const Lines secret{"--rdzv-secret", folder / "secret"};
   {
     const std::string rendezvous = free_rendezvous();
-    const auto first =
-        start({.n_nodes = 2, .node_rank = 0, .rendezvous = rendezvous, .script = "true"});
-    const auto other =
-        start({.n_nodes = 3, .node_rank = 1, .rendezvous = rendezvous, .script = "true"});
+    const auto first = start({.n_nodes = 2,
+                              .node_rank = 0,
+                              .rendezvous = rendezvous,
+                              .script = "true",
+                              .options = secret});
+    const auto other = start({.n_nodes = 3,
+                              .node_rank = 1,
+                              .rendezvous = rendezvous,
+                              .script = "true",
+                              .options = secret});
     for (Command* node : {first.get(), other.get()}) {
       const Ended ended = node->wait();
       EXPECT_EQ(ended.exit_code, 1);
@@ -246,8 +255,11 @@ TEST(RunNodesTest, nodes_that_disagree_are_rejected) {
   const std::string rendezvous = free_rendezvous();
   std::vector<std::unique_ptr<Command>> nodes;
   for (const int node : {0, 1, 1}) {
-    nodes.push_back(
-        start({.n_nodes = 3, .node_rank = node, .rendezvous = rendezvous, .script = "true"}));
+    nodes.push_back(start({.n_nodes = 3,
+                           .node_rank = node,
+                           .rendezvous = rendezvous,
+                           .script = "true",
+                           .options = secret}));
   }
   for (const auto& node : nodes) {
     const Ended ended = node->wait();
@@ -255,6 +267,34 @@ TEST(RunNodesTest, nodes_that_disagree_are_rejected) {
     EXPECT_TRUE(contains(ended.err, "two launchers at " + rendezvous + " have --node-rank 1"))
         << ended.err;
   }
+}
+
+// Without a secret it may be a stranger: the others wait for one that agrees.
+TEST(RunNodesTest, a_node_that_disagrees_may_come_again) {
+  const std::string rendezvous = free_rendezvous();
+  const auto node = [&](int n_nodes, int node_rank, const std::string& timeout_s = "60") {
+    return start({.n_nodes = n_nodes,
+                  .node_rank = node_rank,
+                  .rendezvous = rendezvous,
+                  .n_ranks = 1,
+                  .script = "echo $RANK",
+                  .timeout_s = timeout_s});
+  };
+  const std::string wrong = rendezvous + " disagree: node 1 has --nnodes 3, node 0 has --nnodes 2";
+  const auto first = node(2, 0);
+  const Ended mistyped = node(3, 1)->wait();
+  EXPECT_EQ(mistyped.exit_code, 1);
+  EXPECT_TRUE(contains(mistyped.err, wrong)) << mistyped.err;
+  const auto second = node(2, 1);
+  EXPECT_EQ(first->wait().out, "0\n") << first->err();
+  EXPECT_EQ(second->wait().out, "1\n") << second->err();
+
+  const auto lonely = node(2, 0, "4");
+  EXPECT_EQ(node(3, 1)->wait().exit_code, 1);
+  const Ended ended = lonely->wait();
+  EXPECT_EQ(ended.exit_code, 1);
+  EXPECT_TRUE(contains(ended.err, "node 1 of 2 did not connect to " + rendezvous)) << ended.err;
+  EXPECT_TRUE(contains(ended.err, "rejected: nodes at " + wrong)) << ended.err;
 }
 
 TEST(RunNodesTest, port_of_another_program) {

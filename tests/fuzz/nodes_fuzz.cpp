@@ -31,6 +31,9 @@ void come_to_node_0(const ReceivedMessage& received, const NodesOptions& options
   std::array<int, 3> ranks_of = {2, 0, 4};
   const HelloReply welcome =
       validate_hello(received, options, ElasticOptions{}, "host:1", /*n_restarts=*/1, ranks_of);
+  if (welcome.action == HelloReply::Action::reject_all) {
+    require(received.is_authentic && !options.secret.empty());
+  }
   if (welcome.action == HelloReply::Action::join) {
     require(received.is_authentic);
     require(message.node_rank == 1 && message.n_ranks >= 1 && message.n_ranks <= kMaxRanks);

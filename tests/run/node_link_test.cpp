@@ -283,5 +283,38 @@ TEST(NodeLinkTest, a_link_that_is_not_identified_takes_no_body) {
   EXPECT_FALSE(network.node_0.is_open());
 }
 
+TEST(NodeMessageTest, only_a_node_that_has_proved_the_secret_ends_the_job) {
+  const ElasticOptions elastic;
+  NodeMessage agreeing(Kind::hello);
+  agreeing.node_rank = 1;
+  agreeing.n_nodes = 3;
+  agreeing.n_ranks = 2;
+  agreeing.lease_ms = elastic.lease.count();
+  std::vector<NodeMessage> disagreeing(5, agreeing);
+  disagreeing[0].n_nodes = 2;
+  disagreeing[1].n_restarts = 1;
+  disagreeing[2].node_rank = 2;  // which has connected
+  disagreeing[3].has_ucx = 1;
+  disagreeing[4].least = 1;
+  const std::array<int, 3> ranks_of{2, 0, 2};
+  for (const std::string_view secret : {kSecret, std::string_view()}) {
+    NodesOptions options;
+    options.n_nodes = 3;
+    options.secret = secret;
+    const auto action = [&](const NodeMessage& hello, bool is_authentic) {
+      return validate_hello({.message = hello, .body = {}, .is_authentic = is_authentic}, options,
+                            elastic, "host:1", /*n_restarts=*/0, ranks_of)
+          .action;
+    };
+    EXPECT_EQ(action(agreeing, true), HelloReply::Action::join);
+    EXPECT_EQ(action(agreeing, false), HelloReply::Action::reject);
+    for (const NodeMessage& hello : disagreeing) {
+      EXPECT_EQ(action(hello, true),
+                secret.empty() ? HelloReply::Action::reject : HelloReply::Action::reject_all);
+      EXPECT_EQ(action(hello, false), HelloReply::Action::reject);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace lockstep::run
