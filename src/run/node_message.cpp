@@ -196,7 +196,8 @@ NodeMessage message_of(const RankAddress& address) {
   NodeMessage message(Kind::address);
   message.rank = address.rank;
   message.world = address.world;
-  message.n_address_bytes = std::min(address.bytes.size(), message.text.size());
+  message.n_address_bytes =
+      static_cast<std::uint32_t>(std::min(address.bytes.size(), message.text.size()));
   address.bytes.copy(message.text.data(), message.text.size());
   return message;
 }

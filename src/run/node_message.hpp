@@ -89,7 +89,6 @@ struct NodeMessage {
   std::int32_t exit_code = 0;
   std::uint32_t interrupted = 0;
   std::int32_t rank = -1;     ///< of failed: that failed; of address: whose
-  std::int32_t process = 0;   ///< of store
   std::uint32_t key = 0;      ///< of placed
   std::uint32_t has_ucx = 0;  ///< of hello
   std::int32_t least = 0;     ///< of hello: ElasticOptions, the next two too
@@ -105,7 +104,8 @@ struct NodeMessage {
   std::uint32_t flag = 0;                 ///< of an event: is_done; of a command: has_earlier_steps
   std::uint32_t n_items = 0, n_lost = 0;  ///< in the body
   std::uint32_t n_body_bytes = 0;         ///< that follow the message
-  std::uint64_t n_address_bytes = 0;      ///< of address, in text
+  std::uint32_t n_address_bytes = 0;      ///< of address, in text
+  std::int32_t process = 0;               ///< of store
   std::uint64_t world = 0;                ///< of address and store
   Nonce nonce{};                          ///< of connect and challenge
   Code code{};                            ///< of all others: see LinkKey
