@@ -9,13 +9,13 @@
 namespace lockstep::run {
 namespace {
 
-using shared::StoreAnswer;
-using shared::StoreRequest;
-using Kind = StoreRequest::Kind;
-using Status = StoreAnswer::Status;
-
 class RankStoreTest : public testing::Test {
  protected:
+  using StoreAnswer = shared::StoreAnswer;
+  using StoreRequest = shared::StoreRequest;
+  using Kind = StoreRequest::Kind;
+  using Status = StoreAnswer::Status;
+
   /// As a rank asks, in bytes.
   StoreAnswer ask(const StoreRequest& request, std::uint64_t world = 0) {
     const auto answer = shared::read_store_answer(store_.answer(world, bytes_of(request)));
