@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Steps per second of a training that loses a rank again and again, of what it makes undisturbed.
+"""Steps per second of a training that loses a rank or a host again and again, of what it makes undisturbed.
 
 usage: ./dev bench elastic [--ranks N] [--seconds S] [--every S] [--checkpoints S,...] [--json FILE]
+       ./dev bench elastic --hosts M [--ranks N] [--lease S] [--seconds S] [--every S] [--checkpoints S,...]
+       ./dev bench elastic --evictions [--hosts M] [--lease S] [--busy N] [--seconds S] [--limits]
        ./dev bench elastic --lost-ranks N [--ranks N] [--limits]
        ./dev bench elastic --keep
 
@@ -12,6 +14,10 @@ once for each of the numbers of --checkpoints.
 The two in Python train one convnet with one global batch; the peer's BatchNorm is each rank's own, because torch has
 no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts.
 
+--hosts: lockstep-train and the peer over M hosts of N ranks (1), which are network namespaces, as root. In place of a rank a host
+is lost, the others than the first in turn: everything on it gets SIGKILL at once, and its command is started again at once.
+--evictions: instead, how many hosts (of 4) lockstep takes for lost of which none is, in 300 seconds with a lease of 2 s, beside N
+busy processes for each core (4); --limits: fails where there is one.
 --lost-ranks: instead, the time from the death of a rank to the first right all_reduce of each other one, over N of them by
 lockstep.regroup and over N / 5 by run_elastic, and its parts; --limits: fails where one is above what docs/howto/elastic.md
 promises.
@@ -19,6 +25,7 @@ promises.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -28,7 +35,13 @@ import tempfile
 import time
 from pathlib import Path
 
-BUILD = Path(__file__).resolve().parent.parent / "build/release"
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build/release"
+UCX_MODULE = BUILD / "src/engines/ucx/module/liblockstep-ucx.so"
+sys.path.append(str(ROOT / "scripts"))
+from over_mpi import Hosts  # noqa: E402
+
+PORT = 29400  # of the first host
 BATCH = {"train": 512, "ranks": 512}  # steps of about 50 ms on two cores
 
 
@@ -41,8 +54,6 @@ def train(mode, progress, checkpoint, checkpoint_every=0):
     from python_ranks import convnet
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import TensorDataset
-
-    import lockstep.nn
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -63,6 +74,8 @@ def train(mode, progress, checkpoint, checkpoint_every=0):
                 file.write(f"{step}\n")
 
     if mode == "elastic":
+        import lockstep.nn
+
         state = lockstep.nn.ElasticState([model, optimizer])
         sampler = lockstep.nn.ElasticBatchSampler(data, BATCH["ranks"], state)
 
@@ -305,84 +318,203 @@ def newest_step(progress):
     return 0
 
 
-def measure(name, command, progress, seconds, every):
-    """Steps per second; every: seconds between the kills, or None. Also the number of kills."""
-    log = progress.with_suffix(".log")
-    with open(log, "w") as output:
-        job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        while newest_step(progress) < 20:  # all ranks have joined
-            if job.poll() is not None:
-                sys.exit(f"{name} ended: {log.read_text()[-2000:]}")
+class Training:
+    """One that runs, on one host or on several."""
+
+    def __init__(self, name, command_of, progress, hosts):
+        """command_of: of a host's number."""
+        self.name, self.command_of, self.progress, self.hosts = name, command_of, progress, hosts
+        self.launchers = []
+
+    def __enter__(self):
+        for i in range(len(self.hosts.names) if self.hosts else 1):
+            self.launchers.append(self.start(i))
+        return self
+
+    def start(self, i):
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if self.hosts:
+            variables |= {"LOCKSTEP_UCX": str(UCX_MODULE), "GLOO_SOCKET_IFNAME": "cable"}
+        with open(self.log(i), "a") as output:
+            words = [*(self.hosts.on(i) if self.hosts else []), *self.command_of(i)]
+            return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables)
+
+    def log(self, i=0):
+        return self.progress.with_suffix(f".{i}.log")
+
+    def lose(self, n):
+        """A rank, or a host other than the first; n: how many were lost before."""
+        if not self.hosts:
+            ranks = children_of(self.launchers[0].pid)
+            os.kill(ranks[n % len(ranks)], signal.SIGKILL)
+            return
+        i = 1 + n % (len(self.launchers) - 1)
+        self.hosts.kill(i)
+        self.launchers[i].wait()
+        self.launchers[i] = self.start(i)
+
+    def newest_step(self):
+        for i, launcher in enumerate(self.launchers):
+            if launcher.poll() is not None:
+                sys.exit(f"{self.name} ended: {self.log(i).read_text()[-3000:]}")
+        return newest_step(self.progress)
+
+    def wait_for_steps(self, n_steps, seconds=300):
+        end = time.monotonic() + seconds
+        while self.newest_step() < n_steps:
+            if time.monotonic() > end:
+                sys.exit(f"{self.name}: not {n_steps} steps in {seconds} s: {self.log().read_text()[-3000:]}")
             time.sleep(0.1)
-        first, began, n_kills = newest_step(progress), time.monotonic(), 0
+
+    def __exit__(self, *_):
+        for i, launcher in enumerate(self.launchers):
+            if self.hosts:
+                self.hosts.kill(i)
+            else:
+                launcher.terminate()
+        for launcher in self.launchers:
+            try:
+                launcher.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                launcher.wait()
+
+
+def measure(training, seconds, every):
+    """Steps per second; every: seconds between the losses, or None. Also the number of losses."""
+    with training:
+        training.wait_for_steps(20)  # all ranks have joined
+        first, began, n_lost = training.newest_step(), time.monotonic(), 0
         while (passed := time.monotonic() - began) < seconds:
-            # In the middle of each period, so that the first and the last lost rank are whole.
-            if every and passed > (n_kills + 0.5) * every:
-                ranks = children_of(job.pid)
-                os.kill(ranks[n_kills % len(ranks)], signal.SIGKILL)
-                n_kills += 1
-            if job.poll() is not None:
-                sys.exit(f"{name} ended: {log.read_text()[-2000:]}")
+            # In the middle of each period, so that the first and the last loss are whole.
+            if every and passed > (n_lost + 0.5) * every:
+                training.lose(n_lost)
+                n_lost += 1
+            training.newest_step()
             time.sleep(0.05)
-        return (newest_step(progress) - first) / (time.monotonic() - began), n_kills
-    finally:
-        job.terminate()
-        try:
-            job.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            job.kill()
-            job.wait()
+        return (training.newest_step() - first) / (time.monotonic() - began), n_lost
+
+
+def lockstep_run(options, hosts, i):
+    of_hosts = []
+    if hosts:
+        of_hosts = ["--nnodes", str(options.hosts), "--node-rank", str(i), "--rdzv", f"{hosts.addresses[0]}:{PORT}"]
+        of_hosts += ["--elastic-lease", f"{options.lease:g}"]
+    return [str(BUILD / "src/cli/lockstep"), "run", *of_hosts, "-n", str(options.ranks), "--elastic", "1", "--"]
+
+
+def torchrun(options, hosts, i, keepalive):
+    of_hosts = ["--standalone"]
+    if hosts:
+        of_hosts = [f"--nnodes=1:{options.hosts}", "--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]
+        of_hosts += [f"--rdzv-conf=is_host={str(i == 0).lower()},keep_alive_interval={keepalive}", f"--local-addr={hosts.addresses[i]}"]
+    return [sys.executable, "-m", "torch.distributed.run", *of_hosts, "--max-restarts=1000", f"--nproc-per-node={options.ranks}"]
+
+
+def lockstep_train(options, hosts, progress):
+    program = [str(BUILD / "examples/train/lockstep-train"), "--batch", str(BATCH["train"]), "--epochs", "1000000"]
+    program += ["--threads", "1", "--metrics", str(progress), "--metrics-every", "1"]
+    return Training("lockstep-train, run_elastic (C++)", lambda i: [*lockstep_run(options, hosts, i), *program], progress, hosts)
+
+
+def python_elastic(options, hosts, progress):
+    program = [sys.executable, str(Path(__file__).resolve()), "ranks", "elastic", str(progress), ""]
+    return Training("lockstep.nn.run_elastic (Python)", lambda i: [*lockstep_run(options, hosts, i), *program], progress, hosts)
+
+
+def python_restart(options, hosts, progress, checkpoints, keepalive):
+    """checkpoints, keepalive: seconds between these. Three of an agent's keepalives late, its host is lost."""
+    program = [str(Path(__file__).resolve()), "ranks", "restart", str(progress), f"{progress}.pt", checkpoints]
+    name = f"torchrun, Gloo, checkpoints of each {checkpoints} s"
+    if hosts:
+        name += f", keepalives each {keepalive} s"
+    return Training(name, lambda i: [*torchrun(options, hosts, i, keepalive), *program], progress, hosts)
+
+
+def measure_trainings(options, hosts, folder):
+    trainings = {"train": [lambda progress: lockstep_train(options, hosts, progress)]}  # by what they do undisturbed
+    if not hosts:  # a group of torch.distributed over several hosts is refused
+        trainings["elastic"] = [lambda progress: python_elastic(options, hosts, progress)]
+    for checkpoints in options.checkpoints.split(","):
+        trainings[f"restart{checkpoints}"] = [
+            lambda progress, checkpoints=checkpoints, keepalive=keepalive: python_restart(options, hosts, progress, checkpoints, keepalive)
+            for keepalive in ((5, 1) if hosts else (5,))  # 5: the default
+        ]
+    what = f"{options.hosts} hosts of {options.ranks} rank{'s' * (options.ranks > 1)}" if hosts else f"{options.ranks} ranks"
+    print(f"{what}, {options.seconds:g} s each; a {'host lost' if hosts else 'rank killed'} every {options.every:g} s\n")
+    print(f"{'':64}{'steps/s':>9}{'losses':>9}{'kept':>8}{'lost':>7}")
+    rows = []
+    for kind, variants in trainings.items():
+        undisturbed, _ = measure(variants[0](folder / f"{kind}-undisturbed"), options.seconds, None)
+        for k, make in enumerate(variants):
+            training = make(folder / f"{kind}-disturbed-{k}")
+            disturbed, n_lost = measure(training, options.seconds, options.every)
+            print(f"{training.name:64}{undisturbed:9.1f}{disturbed:9.1f}{disturbed / undisturbed:8.1%}{n_lost:7}", flush=True)
+            rows.append({"name": training.name, "ratio": disturbed / undisturbed})
+    if options.json:
+        Path(options.json).write_text(json.dumps({"rows": rows}))
+
+
+def measure_evictions(options, hosts, folder):
+    training = lockstep_train(options, hosts, folder / "evictions")
+    n_busy = options.busy * len(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(training)
+        training.wait_for_steps(20)
+        n_lines = len(training.log().read_text().splitlines())
+        for _ in range(n_busy):
+            busy = stack.enter_context(subprocess.Popen(["sh", "-c", "while :; do :; done"]))
+            stack.callback(busy.kill)
+        first, end = training.newest_step(), time.monotonic() + options.seconds
+        while time.monotonic() < end:
+            time.sleep(1)
+            n_steps = training.newest_step() - first
+        lines = training.log().read_text().splitlines()[n_lines:]
+    n_evictions = sum(" is lost: " in line for line in lines)
+    n_generations = sum(" generation " in line for line in lines)
+    what = f"{options.hosts} hosts, {options.seconds:g} s, a lease of {options.lease:g} s, {n_busy} busy processes"
+    print(f"{what}: {n_evictions} evictions, {n_generations} generations, {n_steps} steps", flush=True)
+    if options.limits and n_evictions + n_generations > 0:
+        sys.exit("\n".join(lines[-40:]))
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=75)
+    parser.add_argument("--ranks", type=int, help="in all, or on each host (4, or 1)")
+    parser.add_argument("--seconds", type=float, help="of each training (75; evictions: 300)")
     parser.add_argument("--every", type=float, default=15)
     parser.add_argument("--checkpoints", default="10", help="seconds between the peer's checkpoints: 2,10,60")
     parser.add_argument("--json", help="file for the ratios")
+    parser.add_argument("--hosts", type=int, help="so many hosts, which are lost in place of ranks")
+    parser.add_argument("--lease", type=float, default=2, help="of lockstep run --elastic-lease")
+    parser.add_argument("--evictions", action="store_true", help="count hosts that are taken for lost under load")
+    parser.add_argument("--busy", type=int, default=4, help="processes for each core beside it")
     parser.add_argument("--lost-ranks", type=int, help="measure the time from so many lost ranks to going on")
     parser.add_argument("--limits", action="store_true", help="fail where it is above what is promised")
     parser.add_argument("--keep", action="store_true", help="measure what keeping the state costs in each step")
     options = parser.parse_args()
     if options.keep:
         return measure_keep()
+    if options.evictions:
+        options.hosts = options.hosts or 4
+    if options.hosts and options.hosts < 2:
+        parser.error("--hosts: at least 2")
+    options.ranks = options.ranks or (1 if options.hosts else 4)
     if options.lost_ranks:
         return measure_losses(options)
-    lockstep_command = [str(BUILD / "src/cli/lockstep"), "run", "-n", str(options.ranks), "--elastic", "1", "--"]
-    this = [sys.executable, str(Path(__file__).resolve()), "ranks"]
-    rows = []
-    print(f"{options.ranks} ranks, {options.seconds:g} s each; a rank killed every {options.every:g} s\n")
-    print(f"{'':58}{'steps/s':>9}{'killed':>9}{'kept':>8}{'kills':>7}")
-    with tempfile.TemporaryDirectory() as folder:
-
-        def command(kind, place):
-            progress = Path(folder) / f"{kind}{place}"
-            if kind == "train":
-                train_command = [str(BUILD / "examples/train/lockstep-train"), "--batch", str(BATCH["train"]), "--epochs", "1000000"]
-                return [*lockstep_command, *train_command, "--threads", "1", "--metrics", str(progress), "--metrics-every", "1"], progress
-            rank = [*this, kind.split()[0], str(progress), f"{progress}.pt", *kind.split()[1:]]
-            if kind == "elastic":
-                return [*lockstep_command, *rank], progress
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"]
-            torchrun.append(f"--nproc-per-node={options.ranks}")
-            return [*torchrun, *rank[1:]], progress
-
-        for kind, name in (
-            ("train", "lockstep-train, run_elastic (C++)"),
-            ("elastic", "lockstep.nn.run_elastic (Python)"),
-            *(
-                (f"restart {seconds}", f"torchrun --max-restarts, Gloo, checkpoints of each {seconds} s")
-                for seconds in options.checkpoints.split(",")
-            ),
-        ):
-            undisturbed, _ = measure(name, *command(kind, "-undisturbed"), options.seconds, None)
-            killed, n_kills = measure(name, *command(kind, "-killed"), options.seconds, options.every)
-            print(f"{name:58}{undisturbed:9.1f}{killed:9.1f}{killed / undisturbed:8.1%}{n_kills:7}", flush=True)
-            rows.append({"name": name, "ratio": killed / undisturbed})
-    if options.json:
-        Path(options.json).write_text(json.dumps({"rows": rows}))
+    options.seconds = options.seconds or (300 if options.evictions else 75)
+    if options.hosts and os.geteuid() != 0:
+        sys.exit("bench elastic: only root can make network namespaces")
+    if options.hosts and not UCX_MODULE.exists():
+        sys.exit(f"bench elastic: there is no {UCX_MODULE}: built without libucx-dev")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench elastic: ended by SIGTERM"))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        hosts = None
+        if options.hosts:
+            hosts = Hosts(options.hosts, "10gbit", folder)
+            stack.callback(hosts.remove)
+        (measure_evictions if options.evictions else measure_trainings)(options, hosts, Path(folder))
 
 
 if __name__ == "__main__":

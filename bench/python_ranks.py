@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
@@ -114,6 +113,8 @@ def step_of(model, data):
 
 def steps(group):
     """(name, what makes the model and its data, a step of its wrapper over the group)."""
+    from torch.distributed.fsdp import fully_shard  # takes a second, which a rank that is started again need not
+
     for name, make in (("convnet", convnet), ("perceptron", perceptron), ("ResNet-18", resnet18)):
         model, data = make()
         yield f"DDP, {name}", make, step_of(DistributedDataParallel(model, process_group=group), data)

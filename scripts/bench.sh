@@ -35,6 +35,7 @@ build_bench_of_torch() { # PROGRAM...: over PyTorch's libtorch, where `./dev set
 }
 
 bench_python() { # FILE of bench/ ARGUMENT...
+  [ "$1" != elastic.py ] || need libucx-dev iproute2  # of --hosts
   need_python || die "bench: see build/venv-python.log"
   install_python || die "bench: the Python package does not build"
   case $1 in

@@ -8,9 +8,11 @@ FOLDER --hosts PAGE [--rate RATE] [HOSTSxRANKS ...]
 FOLDER holds the programs over-mpi-*.
 """
 import argparse
+import contextlib
 import glob
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -80,7 +82,6 @@ class Hosts:
         self.agent = os.path.join(folder, 'agent')
         lines = [f'ip netns add {self.switch}', f'ip -n {self.switch} link add bridge type bridge',
                  f'ip -n {self.switch} link set bridge up']
-        starts = []
         for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             lines += [f'ip netns add {name}', f'ip -n {name} link add cable type veth peer name '
                       f'port{i} netns {self.switch}',
@@ -89,20 +90,37 @@ class Hosts:
                       f'ip -n {name} link set cable up', f'ip -n {name} link set lo up',
                       f'tc -n {name} qdisc add dev cable root tbf rate {rate} burst 256kb '
                       'latency 100ms']
-            starts.append(f'{address}) exec ip netns exec {name} unshare --uts --ipc sh -c '
-                          f"'hostname host{i}; exec \"$@\"' sh \"$@\" ;;\n")
+        starts = [f'{address}) exec {shlex.join(self.on(i))} "$@" ;;\n' for i, address in enumerate(self.addresses)]
         with open(self.agent, 'w') as file:
             file.write('#!/bin/sh\n[ "$1" != -x ] || shift\naddress=$1; shift\nset -- sh -c "$*"\n'
                        f'case $address in\n{"".join(starts)}esac\nexit 1\n')
         os.chmod(self.agent, 0o700)
-        subprocess.run(['sh', '-ec', '; '.join(lines)], check=True)
+        try:
+            subprocess.run(['sh', '-ec', '; '.join(lines)], check=True)
+        except BaseException:
+            self.remove()
+            raise
+
+    def on(self, i):
+        """The words before a command that host i runs; its process is that of the command."""
+        return ['ip', 'netns', 'exec', self.names[i], 'unshare', '--uts', '--ipc', 'sh', '-c', f'hostname host{i}; exec "$@"', 'sh']
+
+    def kill(self, i):
+        """All processes of host i; more may start while they are found."""
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            pids = subprocess.run(['ip', 'netns', 'pids', self.names[i]], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            if not pids.stdout:
+                return
+            for pid in pids.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
 
     def remove(self):
+        for i in range(len(self.names)):
+            self.kill(i)
         for name in [*self.names, self.switch]:
-            pids = subprocess.run(['ip', 'netns', 'pids', name], stdout=subprocess.PIPE, text=True)
-            for pid in pids.stdout.split():
-                os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(['ip', 'netns', 'del', name])
+            subprocess.run(['ip', 'netns', 'del', name], stderr=subprocess.DEVNULL)
 
 
 def command_of(mpi, hosts, n_ranks, program):
