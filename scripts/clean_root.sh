@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # [RELEASE=jammy|noble|trixie] scripts/clean_root.sh DEBS [WAY ...]: from nothing to hello with 2 ranks, in a bare root of
 # this system's release, of that Ubuntu or of that Debian. A way is deb (the packages in the folder DEBS, of this system),
-# cmake, pip (of the sources), wheels (those of `./dev wheel` in build/dist, here with PyTorch to a training), demo (README's
-# first command), or wheel-from-source (of jammy alone: build/wheel/unrepaired gets lockstep-dist of its Python and of 3.12).
+# hosts (those of them that two hosts need, network namespaces), cmake, pip (of the sources), wheels (those of `./dev wheel`
+# in build/dist, here with PyTorch to a training), demo (README's first command), or wheel-from-source (of jammy alone:
+# build/wheel/unrepaired gets lockstep-dist of its Python and of 3.12).
 # Prints each command with its seconds, downloads included, and those of the processor. Needs root and debootstrap;
 # `./dev package --test` runs it.
 #
@@ -20,7 +21,7 @@ remove() { # until the last process in it has ended
 }
 if [ "${1:-}" != --inside ]; then
   debs=$(realpath "${1:?the folder of the packages}") || exit
-  [ $# -gt 1 ] || if [ -n "${RELEASE:-}" ]; then set -- "$1" cmake pip wheels; else set -- "$1" deb cmake pip wheels demo; fi
+  [ $# -gt 1 ] || if [ -n "${RELEASE:-}" ]; then set -- "$1" cmake pip wheels; else set -- "$1" deb hosts cmake pip wheels demo; fi
   setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc \
     "scripts/${0##*/}" --inside "$debs" "${@:2}" &
   inside=$!
@@ -101,7 +102,7 @@ fail() { # COMMAND
 }
 
 run() { # COMMAND, in the root, in the sources
-  measure "$log" chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/venv/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+  measure "$log" chroot "$root" env -i HOME=/root LANG=C.UTF-8 PATH=/venv/bin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     DEBIAN_FRONTEND=noninteractive PIP_CERT=/etc/machine.crt ${found:+PIP_FIND_LINKS=/found} ${index:+PIP_INDEX_URL="$index"} \
     bash -c "cd /lockstep && $1" || { fail "$1"; return 1; }
   total=$((total + seconds)) total_cpu=$((total_cpu + cpu))
@@ -128,6 +129,49 @@ way_deb() {
   run 'apt-get install -y --no-install-recommends /packages/*.deb' &&
     run 'cmake -S examples/tutorial -B /tutorial && cmake --build /tutorial --target train' &&
     run 'lockstep run -n 2 -- /tutorial/train'
+}
+
+# Joins two hosts by a cable; they end with the processes in them. Sets the processes.
+join_hosts() {
+  local i own
+  own=$(readlink /proc/self/ns/net)
+  for i in 0 1; do
+    unshare --net sleep infinity &
+    hosts[i]=$!
+    while [ "$(readlink "/proc/${hosts[i]}/ns/net")" = "$own" ]; do sleep 0.01; done
+  done
+  # Both ends are made on the first host, for this machine may have a cable of these names.
+  nsenter --net="/proc/${hosts[0]}/ns/net" ip link add cable type veth peer name cable netns "${hosts[1]}" || return
+  for i in 0 1; do
+    nsenter --net="/proc/${hosts[i]}/ns/net" sh -ec \
+      "ip addr add 10.79.0.$((i + 1))/24 dev cable; ip link set cable up; ip link set lo up" || return
+  done
+}
+
+way_hosts() {
+  if ! compgen -G "$debs/lockstep-ucx_*.deb" >/dev/null; then
+    printf '\nhosts: skipped, there is no package lockstep-ucx\n'
+    return
+  fi
+  begin hosts
+  mkdir "$root/packages" && cp "$debs"/*.deb "$root/packages"
+  local hosts=() began built node line='lockstep run -n 2 --nnodes 2 --rdzv 10.79.0.1:29400 --node-rank'
+  join_hosts || { fail 'two network namespaces'; return 1; }
+  run "$apt g++ cmake make /packages/{liblockstep0,liblockstep-dev,lockstep-tools,lockstep-ucx}_*.deb" &&
+    run '! command -v mpirun && ! ldconfig -p | grep -E "libmpi|libtorch"' || return
+  # UCX looks for network interfaces in /sys, which shows those of whoever mounts it.
+  for node in 0 1; do
+    printf '#!/bin/sh\nexec nsenter --net=/proc/%d/ns/net unshare --mount --propagation unchanged sh -c %s sh "$@"\n' \
+      "${hosts[node]}" "'mount -t sysfs sysfs /sys && exec \"\$@\"'" >"$root/usr/local/bin/on-host$node"
+    chmod +x "$root/usr/local/bin/on-host$node"
+  done
+  began=$EPOCHREALTIME
+  run 'cmake -S examples/tutorial -B /tutorial && cmake --build /tutorial --target hello' || return
+  built=$EPOCHREALTIME
+  run "on-host1 $line 1 -- /tutorial/hello & on-host0 $line 0 -- /tutorial/hello && wait \$!" || return
+  [ "$(grep -cx 'rank [0-3] of 4: the sum is 10' "$log")" = 4 ] || { fail "$line"; return 1; }
+  awk -v began="$began" -v built="$built" -v ended="$EPOCHREALTIME" \
+    'BEGIN { printf "%8.1f s from the installed packages, %.1f s of it on the two hosts\n", ended - began, ended - built }'
 }
 
 way_cmake() {
@@ -186,8 +230,8 @@ way_demo() {
 
 for name in "${ways[@]}"; do
   case $name in
-    deb | cmake | pip | wheels | demo | wheel-from-source) "way_$name" ;;
-    *) die "unknown way '$name', expected: deb, cmake, pip, wheels, demo, wheel-from-source" ;;
+    deb | hosts | cmake | pip | wheels | demo | wheel-from-source) "way_$name" ;;
+    *) die "unknown way '$name', expected: deb, hosts, cmake, pip, wheels, demo, wheel-from-source" ;;
   esac
 done
 [ $failed -eq 0 ]
