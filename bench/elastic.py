@@ -14,7 +14,7 @@ once for each of the numbers of --checkpoints.
 The two in Python train one convnet with one global batch; the peer's BatchNorm is each rank's own, because torch has
 no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts.
 
---hosts: lockstep-train and the peer over M hosts of N ranks (1), which are network namespaces, as root. In place of a rank a host
+--hosts: all of them over M hosts of N ranks (1), which are network namespaces, as root. In place of a rank a host
 is lost, the others than the first in turn: everything on it gets SIGKILL at once, and its command is started again at once.
 --evictions: instead, how many hosts (of 4) lockstep takes for lost of which none is, in 300 seconds with a lease of 2 s, beside N
 busy processes for each core (4); --limits: fails where there is one.
@@ -432,9 +432,9 @@ def python_restart(options, hosts, progress, checkpoints, keepalive):
 
 
 def measure_trainings(options, hosts, folder):
-    trainings = {"train": [lambda progress: lockstep_train(options, hosts, progress)]}  # by what they do undisturbed
-    if not hosts:  # a group of torch.distributed over several hosts is refused
-        trainings["elastic"] = [lambda progress: python_elastic(options, hosts, progress)]
+    # By what they do undisturbed.
+    trainings = {"train": [lambda progress: lockstep_train(options, hosts, progress)]}
+    trainings["elastic"] = [lambda progress: python_elastic(options, hosts, progress)]
     for checkpoints in options.checkpoints.split(","):
         trainings[f"restart{checkpoints}"] = [
             lambda progress, checkpoints=checkpoints, keepalive=keepalive: python_restart(options, hosts, progress, checkpoints, keepalive)
