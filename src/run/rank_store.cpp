@@ -21,6 +21,15 @@ StoreAnswer RankStore::answer(std::uint64_t world, const StoreRequest& request) 
   const bool is_known = found != values_.end();
   switch (request.kind) {
     case Kind::set: values_[words[0]] = words[1]; return {};
+    case Kind::append: {
+      std::string& value = values_[words[0]];
+      // An answer of get has no more.
+      if (value.size() + words[1].size() > shared::kMaxStoreBytes / 2) {
+        return {.status = Status::too_long};
+      }
+      value += words[1];
+      return {};
+    }
     case Kind::compare_set: {
       // As torch's stores: a key that is missing is set if nothing is expected.
       if (is_known ? found->second == words[1] : words[1].empty()) values_[words[0]] = words[2];

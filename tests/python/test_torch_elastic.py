@@ -478,10 +478,32 @@ def test_groups_that_the_function_makes():
         ls.nn.run_elastic(state, train)
 
 
-@pytest.mark.parametrize("waits_in", ["all_reduce", "group", "recv", "store"])
+@pytest.mark.parametrize("waits_in", ["all_reduce", "group", "recv", "store", "new_group", "connecting"])
 def test_waits_between_hosts_end_with_the_generation(run_ranks, waits_in):
     """Of those that wait for the lost rank, and of those that wait for one that waits for it."""
     run_ranks(4, wait_between_hosts, launcher=elastic_nodes(2, 2, "3:3"), init=None, returned=3, waits_in=waits_in)
+
+
+def die_in_gloo():
+    """When the others know the address of its Gloo, to which they then connect."""
+    gloo = dist.ProcessGroupGloo
+
+    class Dies(dist.Store):
+        def __init__(self, store):
+            super().__init__()
+            self.store = store
+
+        def set(self, key, value):
+            self.store.set(key, value)
+            die()
+
+        def get(self, key):
+            return self.store.get(key)
+
+        def wait(self, *arguments):
+            self.store.wait(*arguments)
+
+    dist.ProcessGroupGloo = lambda store, *arguments, **options: gloo(Dies(store), *arguments, **options)
 
 
 def wait_between_hosts(waits_in):
@@ -489,6 +511,10 @@ def wait_between_hosts(waits_in):
 
     def train():
         last = dist.get_world_size() - 1
+        if PLACE == 3 and waits_in == "new_group":
+            die()
+        if PLACE == 3 and waits_in == "connecting":
+            die_in_gloo()
         pair = dist.new_group([0, last])
         x = torch.ones(3)
         while state.step < 4:

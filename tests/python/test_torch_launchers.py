@@ -222,6 +222,21 @@ def use_the_store():
         store.set("long", "x" * (1 << 18))
     with raises(Exception, "the value of", "is no number"):
         store.add("chosen", 1)
+    for _ in range(3):
+        store.append("appended", "x")
+    store.set(f"is here {rank}", "")
+    store.wait([f"is here {r}" for r in range(size)])
+    assert store.get("appended") == b"xxx" * size
+    assert not store.check(["appended"] + [f"missing {i}" for i in range(10_000)])
+    assert store.check(["appended"] * 10_000)
+    child = os.fork()
+    if child == 0:
+        try:
+            store.add("n", 1)
+        except Exception as error:
+            os._exit(0 if "fork of a rank" in str(error) else 2)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
     threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(100)]) for _ in range(3)]
     for thread in threads:
         thread.start()

@@ -47,6 +47,14 @@ TEST_F(RankStoreTest, adds_to_numbers_alone) {
   }
 }
 
+TEST_F(RankStoreTest, appends_up_to_a_limit) {
+  const std::string half(shared::kMaxStoreBytes / 4, 'x');
+  for (int i = 0; i < 2; ++i) ask({.kind = Kind::append, .words = {"key", half}});
+  EXPECT_EQ(get("key"), half + half);
+  EXPECT_EQ(ask({.kind = Kind::append, .words = {"key", "y"}}).status, Status::too_long);
+  EXPECT_EQ(get("key"), half + half);
+}
+
 TEST_F(RankStoreTest, compares_as_the_stores_of_torch) {
   const auto compare_set = [&](const char* expected, const char* desired) {
     return ask({.kind = Kind::compare_set, .words = {"key", expected, desired}}).value;
@@ -89,7 +97,7 @@ TEST_F(RankStoreTest, refuses_damaged_requests) {
   }
   EXPECT_EQ(status_of(whole + "x"), Status::invalid);
   std::string unknown = whole;
-  unknown.front() = 7;
+  unknown.front() = 8;
   EXPECT_EQ(status_of(unknown), Status::invalid);
   std::string too_long = whole;
   too_long[16] = '\xff';  // the length of the key

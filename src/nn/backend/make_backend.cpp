@@ -4,11 +4,19 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <exception>
+#include <functional>
+#include <future>
 #include <lockstep/env.hpp>
 #include <lockstep/objects.hpp>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
 
 #include "engines/hierarchical/hierarchical.hpp"
 #include "engines/message/message_engine.hpp"
@@ -128,19 +136,55 @@ Membership find_members(const Config& config, std::chrono::milliseconds timeout,
   return membership;
 }
 
+/// What make() returns. Gloo connects the ranks on another thread, because it knows nothing of
+/// generations and waits minutes for a rank that is lost: that thread ends by itself then.
+c10::intrusive_ptr<c10d::Backend> within_generation(
+    const shared::Elastic& elastic, std::function<c10::intrusive_ptr<c10d::Backend>()> make,
+    const ErrorContext& context) {
+  constexpr std::chrono::milliseconds kInterval{2};
+  std::packaged_task<c10::intrusive_ptr<c10d::Backend>()> task([make = std::move(make)] {
+    try {
+      return make();
+    } catch (const std::exception& error) {  // of Python: only this thread may destroy it
+      throw std::runtime_error(error.what());
+    }
+  });
+  auto made = task.get_future();
+  std::thread(std::move(task)).detach();
+  while (made.wait_for(kInterval) != std::future_status::ready) elastic.check(context);
+  try {
+    return made.get();
+  } catch (const std::exception& error) {
+    // The launcher may know a lost rank a little later.
+    const auto end = lockstep::detail::JobClock::now() + elastic.time_of_verdict();
+    while (lockstep::detail::JobClock::now() < end) {
+      elastic.check(context);
+      std::this_thread::sleep_for(kInterval);
+    }
+    throw EngineError(context, "Gloo cannot connect the ranks: " + std::string(error.what()));
+  }
+}
+
 /// prefix: of the keys, before the job.
 c10::intrusive_ptr<c10d::Backend> make_gloo(const Config& config, const std::string& prefix,
                                             const Membership& membership,
                                             std::chrono::milliseconds timeout) {
-  const bool is_on_one_host = membership.is_on_one_host();
-  auto gloo = interpreter().make_gloo(
-      {.store = c10::make_intrusive<c10d::PrefixStore>(prefix + membership.job, config.store),
-       .rank = config.rank,
-       .size = config.size,
-       .timeout = timeout,
-       .is_on_one_host = is_on_one_host});
+  const ErrorContext context{
+      .operation = "init_process_group", .group = config.name, .rank = config.rank};
+  const auto make =
+      [store = c10::make_intrusive<c10d::PrefixStore>(prefix + membership.job, config.store),
+       rank = config.rank, size = config.size, timeout,
+       is_on_one_host = membership.is_on_one_host()] {
+        return interpreter().make_gloo({.store = store,
+                                        .rank = rank,
+                                        .size = size,
+                                        .timeout = timeout,
+                                        .is_on_one_host = is_on_one_host});
+      };
+  const auto elastic = internal::elastic();
+  auto gloo = elastic ? within_generation(*elastic, make, context) : make();
   if (gloo) return gloo;
-  throw UsageError({.operation = "init_process_group", .group = config.name, .rank = config.rank},
+  throw UsageError(context,
                    "ranks on several hosts, or that may not access each other's memory, need Gloo");
 }
 
@@ -170,11 +214,12 @@ Backend::Joined join(const Config& config, const Membership& membership,
   }
   const internal::Session* const session = session_over_nodes(config);
   if (session != nullptr && !membership.is_on_one_host()) {
-    return {
-        .group = internal::NativeGroup::split(
-            session->world_group(), {.key = config.rank, .name = name, .timeout = timeout}, where),
-        .engine = nullptr,
-        .messages = nullptr};
+    return {.group = internal::NativeGroup::split(
+                session->world_group(),
+                // Not that of lockstep's own group, beside which it stands in records.
+                {.key = config.rank, .name = name + "/torch", .timeout = timeout}, where),
+            .engine = nullptr,
+            .messages = nullptr};
   }
   std::unique_ptr<Engine> engine;
   std::shared_ptr<internal::Recorder> recorder;

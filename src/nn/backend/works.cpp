@@ -181,14 +181,14 @@ GlooMessageWork::GlooMessageWork(Inner inner, ErrorContext context, int peer, c1
     : Work(context.rank, type, title, tensors),
       inner_(std::move(inner)),
       context_(std::move(context)),
-      peer_(peer) {}
+      peer_(peer),
+      elastic_(internal::elastic()) {}
 
 bool GlooMessageWork::wait(std::chrono::milliseconds timeout) {
   try {
-    const auto elastic = internal::elastic();
-    const EndsWithGeneration ends(elastic.get(), *inner_);
+    const EndsWithGeneration ends(elastic_.get(), *inner_);
     inner_->wait(timeout);
-    if (elastic) elastic->check(context_);
+    if (elastic_) elastic_->check(context_);
   } catch (const Error&) {
     finish(std::current_exception());
     throw;

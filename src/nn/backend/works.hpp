@@ -15,6 +15,10 @@
 #include "engines/shared/protocol/tagged_messages.hpp"
 #include "nn/tensors/tensor_call.hpp"
 
+namespace lockstep::shared {
+class Elastic;
+}
+
 namespace lockstep::backend {
 
 /// A collective call.
@@ -95,6 +99,7 @@ class GlooMessageWork final : public c10d::Work {
   Inner inner_;
   ErrorContext context_;
   int peer_;
+  std::shared_ptr<const shared::Elastic> elastic_;  // whose generation ends it; null: none
 };
 
 }  // namespace lockstep::backend

@@ -95,10 +95,11 @@ void append(std::vector<std::byte>& bytes, const T* data, std::size_t n) {
 /// No limit, and still no overflow.
 constexpr milliseconds kYear = std::chrono::hours(24 * 365);
 
-/// Waits until the socket can be read. Returns false if `end` comes first.
-bool wait_for_answer(int socket, Clock::time_point end) {
+/// Waits until the socket can be read (POLLIN) or written to (POLLOUT). Returns false if `end`
+/// comes first.
+bool wait_for(int socket, short event, Clock::time_point end) {
   while (true) {
-    pollfd entry{.fd = socket, .events = POLLIN, .revents = 0};
+    pollfd entry{.fd = socket, .events = event, .revents = 0};
     const auto left = std::chrono::ceil<milliseconds>(end - Clock::now()).count();
     const int timeout_ms = static_cast<int>(std::clamp<milliseconds::rep>(left, 0, 1000));
     if (::poll(&entry, 1, timeout_ms) > 0) return true;
@@ -138,13 +139,26 @@ Answer ask(int socket, Request request, std::string_view bytes, milliseconds at_
                                             "which this one would ask for {}",
                                             what));
   }
+  const auto throw_late = [&] {
+    throw TimeoutError(
+        context,
+        fmt::format("`lockstep run` did not answer this rank, which asked for {}, within {:g} s; "
+                    "is it stopped?",
+                    what, std::chrono::duration<double>(barrier.timeout).count()));
+  };
   static std::uint64_t n_requests = 0;
   request.number = ++n_requests;
   request.limit_ms = barrier.timeout.count();
   std::string message(reinterpret_cast<const char*>(&request), sizeof request);
   message.append(bytes);
-  if (::send(socket, message.data(), message.size(), MSG_NOSIGNAL) !=
-      static_cast<ssize_t>(message.size())) {
+  ssize_t n_sent = -1;
+  while ((n_sent = ::send(socket, message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT)) <
+         0) {
+    // Of a launcher that does not read.
+    if (errno != EAGAIN || !wait_for(socket, POLLOUT, end)) break;
+  }
+  if (n_sent < 0 && errno == EAGAIN) throw_late();
+  if (n_sent != static_cast<ssize_t>(message.size())) {
     throw SystemError(
         context, errno,
         fmt::format("cannot ask `lockstep run` for {} over descriptor {}, which this rank "
@@ -154,13 +168,7 @@ Answer ask(int socket, Request request, std::string_view bytes, milliseconds at_
   Answer answer;
   ssize_t n = 0;
   do {
-    if (!wait_for_answer(socket, end)) {
-      throw TimeoutError(
-          context,
-          fmt::format("`lockstep run` did not answer this rank, which asked for {}, within {:g} s; "
-                      "is it stopped?",
-                      what, std::chrono::duration<double>(barrier.timeout).count()));
-    }
+    if (!wait_for(socket, POLLIN, end)) throw_late();
     answer.fd.reset();
     answer.bytes.resize(kAnswerBytes);
     n = base::receive_with_fd(socket, answer.bytes.data(), answer.bytes.size(), answer.fd);
@@ -370,7 +378,8 @@ void answer_store(int socket, std::uint64_t number, std::string_view answer) noe
   std::vector<std::byte> bytes;
   append(bytes, &given, 1);
   append(bytes, answer.data(), answer.size());
-  base::send_with_fd(socket, bytes.data(), bytes.size(), /*fd=*/-1);
+  // A rank that does not read its answers shall not stop the launcher.
+  static_cast<void>(::send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT));
 } catch (const std::bad_alloc&) {
   refuse(socket, number, ENOMEM, "no memory for the answer");
 }

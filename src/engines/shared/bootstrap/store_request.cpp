@@ -70,6 +70,7 @@ std::optional<StoreRequest> read_store_request(std::string_view bytes) {
   const bool is_whole = request.kind == Kind::check         ? true
                         : request.kind == Kind::count       ? n_words == 0
                         : request.kind == Kind::set         ? n_words == 2
+                        : request.kind == Kind::append      ? n_words == 2
                         : request.kind == Kind::compare_set ? n_words == 3
                                                             : n_words == 1;
   if (head.n_words != n_words || !is_whole) return {};

@@ -16,11 +16,11 @@ namespace lockstep::shared {
 inline constexpr std::size_t kMaxStoreBytes = 128 << 10;
 
 struct StoreRequest {
-  enum class Kind : std::uint32_t { set, compare_set, get, add, remove, check, count };
+  enum class Kind : std::uint32_t { set, append, compare_set, get, add, remove, check, count };
   Kind kind = Kind::count;
   std::int64_t amount = 0;  ///< of add
-  /// The key, of check all keys; behind it the value of set, the expected and the new one of
-  /// compare_set.
+  /// The key, of check all keys; behind it the value of set and append, the expected and the new
+  /// one of compare_set.
   std::vector<std::string> words{};
 };
 
@@ -28,7 +28,8 @@ struct StoreAnswer {
   enum class Status : std::uint32_t {
     done,
     missing,       ///< the key, or one of them
-    not_a_number,  ///< the value of add
+    not_a_number,  ///< the value of add, or the sum is too large
+    too_long,      ///< the value of append would be
     over,          ///< the world of the rank that asks
     invalid,       ///< the request
   };
