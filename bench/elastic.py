@@ -12,10 +12,12 @@ gets SIGKILL: lockstep-train and lockstep.nn.run_elastic under `lockstep run --e
 Gloo under `torchrun --max-restarts`, which restarts all ranks from a checkpoint that is written every 10 seconds, or
 once for each of the numbers of --checkpoints.
 The two in Python train one convnet with one global batch; the peer's BatchNorm is each rank's own, because torch has
-no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts.
+no SyncBatchNorm for CPUs. Steps count if they are not done again: the newest completed one counts. The gap is the median time
+from a loss to the first step that was not completed before it.
 
 --hosts: all of them over M hosts of N ranks (1), which are network namespaces, as root. In place of a rank a host
 is lost, the others than the first in turn: everything on it gets SIGKILL at once, and its command is started again at once.
+A torchrun that ends, because hosts were lost while it formed a world, is started again too.
 --evictions: instead, how many hosts (of 4) lockstep takes for lost of which none is, in 300 seconds with a lease of 2 s, beside N
 busy processes for each core (4); --limits: fails where there is one.
 --lost-ranks: instead, the time from the death of a rank to the first right all_reduce of each other one, over N of them by
@@ -29,6 +31,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -321,9 +324,9 @@ def newest_step(progress):
 class Training:
     """One that runs, on one host or on several."""
 
-    def __init__(self, name, command_of, progress, hosts):
-        """command_of: of a host's number."""
-        self.name, self.command_of, self.progress, self.hosts = name, command_of, progress, hosts
+    def __init__(self, name, command_of, progress, hosts, may_end=False):
+        """command_of: of a host's number. may_end: a launcher that has ended is started again, as a service is."""
+        self.name, self.command_of, self.progress, self.hosts, self.may_end = name, command_of, progress, hosts, may_end
         self.launchers = []
 
     def __enter__(self):
@@ -355,7 +358,12 @@ class Training:
 
     def newest_step(self):
         for i, launcher in enumerate(self.launchers):
-            if launcher.poll() is not None:
+            if launcher.poll() is None:
+                continue
+            if self.may_end:
+                self.hosts.kill(i)
+                self.launchers[i] = self.start(i)
+            else:
                 sys.exit(f"{self.name} ended: {self.log(i).read_text()[-3000:]}")
         return newest_step(self.progress)
 
@@ -381,18 +389,25 @@ class Training:
 
 
 def measure(training, seconds, every):
-    """Steps per second; every: seconds between the losses, or None. Also the number of losses."""
+    """Steps per second; every: seconds between the losses, or None. Also how long after each loss there was a new step."""
     with training:
         training.wait_for_steps(20)  # all ranks have joined
         first, began, n_lost = training.newest_step(), time.monotonic(), 0
+        lost, gaps = None, []
         while (passed := time.monotonic() - began) < seconds:
+            step = training.newest_step()
+            if lost and step > lost[1]:
+                gaps.append(passed - lost[0])
+                lost = None
             # In the middle of each period, so that the first and the last loss are whole.
             if every and passed > (n_lost + 0.5) * every:
                 training.lose(n_lost)
                 n_lost += 1
-            training.newest_step()
+                lost = lost or (passed, training.newest_step())
             time.sleep(0.05)
-        return (training.newest_step() - first) / (time.monotonic() - began), n_lost
+        if lost:
+            gaps.append(passed - lost[0])
+        return (training.newest_step() - first) / (time.monotonic() - began), gaps
 
 
 def lockstep_run(options, hosts, i):
@@ -428,7 +443,7 @@ def python_restart(options, hosts, progress, checkpoints, keepalive):
     name = f"torchrun, Gloo, checkpoints of each {checkpoints} s"
     if hosts:
         name += f", keepalives each {keepalive} s"
-    return Training(name, lambda i: [*torchrun(options, hosts, i, keepalive), *program], progress, hosts)
+    return Training(name, lambda i: [*torchrun(options, hosts, i, keepalive), *program], progress, hosts, bool(hosts))
 
 
 def measure_trainings(options, hosts, folder):
@@ -442,14 +457,15 @@ def measure_trainings(options, hosts, folder):
         ]
     what = f"{options.hosts} hosts of {options.ranks} rank{'s' * (options.ranks > 1)}" if hosts else f"{options.ranks} ranks"
     print(f"{what}, {options.seconds:g} s each; a {'host lost' if hosts else 'rank killed'} every {options.every:g} s\n")
-    print(f"{'':64}{'steps/s':>9}{'losses':>9}{'kept':>8}{'lost':>7}")
+    print(f"{'':64}{'steps/s':>9}{'losses':>9}{'kept':>8}{'gap, s':>9}{'gaps':>7}")
     rows = []
     for kind, variants in trainings.items():
         undisturbed, _ = measure(variants[0](folder / f"{kind}-undisturbed"), options.seconds, None)
         for k, make in enumerate(variants):
             training = make(folder / f"{kind}-disturbed-{k}")
-            disturbed, n_lost = measure(training, options.seconds, options.every)
-            print(f"{training.name:64}{undisturbed:9.1f}{disturbed:9.1f}{disturbed / undisturbed:8.1%}{n_lost:7}", flush=True)
+            disturbed, gaps = measure(training, options.seconds, options.every)
+            gap = f"{statistics.median(gaps):9.1f}{len(gaps):7}" if gaps else ""
+            print(f"{training.name:64}{undisturbed:9.1f}{disturbed:9.1f}{disturbed / undisturbed:8.1%}{gap}", flush=True)
             rows.append({"name": training.name, "ratio": disturbed / undisturbed})
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": rows}))
