@@ -128,7 +128,11 @@ class LauncherStore final : public c10d::Store {
     bool is_done = false;
     nn::detail::poll_until(end, [&] {
       const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
-      return is_done = done(std::max(left, milliseconds(1)));
+      try {
+        is_done = done(std::max(left, milliseconds(1)));
+      } catch (const TimeoutError&) {  // the launcher has not answered by then
+      }
+      return is_done;
     });
     TORCH_CHECK_WITH(
         DistStoreError, is_done,
