@@ -254,10 +254,10 @@ void define_ranks(nb::module_& module) {
   module.def("has_earlier_steps", &internal::has_earlier_steps,
              "Whether an earlier generation of the world has completed a step: where no rank has "
              "its result, it is lost.");
-  module.def("replace_file", &replace_file,
+  module.def("replace_file", &replace_file, "path"_a, "data"_a,
              "Replaces a file atomically, and waits for the disk; on several elastic hosts not one "
              "that a later generation has written.");
-  module.def("read_file", &read_file, "What replace_file has written.");
+  module.def("read_file", &read_file, "path"_a, "What replace_file has written.");
   module.def(
       "is_beside_elastic", &internal::is_beside_elastic,
       "Whether `lockstep run --elastic` has started this rank, and its world is over another "

@@ -16,6 +16,7 @@ import pytest
 from ranks import init_dist
 
 COMMAND = str(Path(sys.executable).parent / "lockstep")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 
 
 def elastic(n, limits):

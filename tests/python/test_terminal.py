@@ -17,7 +17,7 @@ x = np.array([ls.get_rank() + 1.0])
 if ls.get_rank() == {rank}:
     breakpoint()
 ls.all_reduce(x)
-print("sum", x[0], flush=True)
+print(f"sum {{x[0]}}", flush=True)
 """
 
 OF_TORCH = """
@@ -26,7 +26,7 @@ torch.distributed.init_process_group("gloo")
 x = torch.ones(1)
 torch.distributed.breakpoint({rank})
 torch.distributed.all_reduce(x)
-print("sum", x.item() + 1, flush=True)
+print(f"sum {{x.item() + 1}}", flush=True)
 """
 
 

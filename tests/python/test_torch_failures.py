@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from conftest import TORCHRUN
 from ranks import (
     here,
     in_a_file,
@@ -351,7 +352,7 @@ def test_a_daemon_in_a_call_when_python_ends(run_ranks, call):
         run_ranks(2, call_in_a_daemon, call=call, init=init_torch, shares=False)
 
 
-@on_ranks(2, init=None, shares=False)
+@on_ranks(2, init=None, launcher=TORCHRUN)  # `lockstep run` keeps the store itself
 def test_rank_0_cannot_open_its_store():
     def refuse(*arguments, **options):
         if options.get("is_master"):

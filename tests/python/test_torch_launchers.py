@@ -12,15 +12,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from conftest import COMMAND, over_nodes
+from conftest import COMMAND, TORCHRUN, over_nodes
 from ranks import in_a_file, init_torch, on_ranks, on_torch_ranks, raises, wait_for
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
 
 
 @on_torch_ranks(2, launcher=TORCHRUN)
