@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <lockstep/detail/time_limit.hpp>
@@ -126,15 +127,50 @@ struct Answer {
   base::UniqueFd fd{};
 };
 
+/// This process's requests are one at a time. No timed_mutex: ThreadSanitizer does not know its
+/// waits.
+class Turn {
+ public:
+  explicit Turn(Clock::duration at_most) {
+    std::unique_lock lock(state_.mutex);
+    is_ours_ = state_.ended.wait_for(lock, at_most, [this] { return !state_.is_taken; });
+    if (is_ours_) state_.is_taken = true;
+  }
+  ~Turn() {
+    if (!is_ours_) return;
+    const std::lock_guard lock(state_.mutex);
+    state_.is_taken = false;
+    state_.ended.notify_one();
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  bool is_ours() const { return is_ours_; }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable ended;
+    bool is_taken = false;
+  };
+  /// Never destroyed: a thread may wait when the program ends.
+  static State& state() {
+    static auto& only = *new State;
+    return only;
+  }
+
+  State& state_ = state();
+  bool is_ours_ = false;
+};
+
 /// Sends the request, whose number it sets, with `bytes` behind it, and waits for its answer, for
 /// `at_most`. `what`: is asked for. Throws what request_next_world throws.
 Answer ask(int socket, Request request, std::string_view bytes, milliseconds at_most,
            std::string_view what, int rank, const Call& barrier) {
   const ErrorContext context = context_of(barrier, rank);
   const auto end = Clock::now() + std::min<milliseconds>(at_most, kYear);
-  static std::timed_mutex one_at_a_time;
-  const std::unique_lock lock(one_at_a_time, end);
-  if (!lock) {
+  const Turn turn(end - Clock::now());
+  if (!turn.is_ours()) {
     throw TimeoutError(context, fmt::format("another thread of this rank waits for `lockstep run`, "
                                             "which this one would ask for {}",
                                             what));
