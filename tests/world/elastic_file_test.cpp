@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <filesystem>
@@ -14,7 +16,6 @@
 #include <optional>
 #include <set>
 #include <string>
-#include <thread>
 
 #include "engines/shared/bootstrap/job.hpp"
 #include "support/expect.hpp"
@@ -34,13 +35,16 @@ class ElasticFileTest : public testing::Test {
   }
   ~ElasticFileTest() override { fs::remove_all(folder_); }
 
-  /// As the only rank of the job's newest world.
+  /// This process, a fork, becomes the only rank of the job's newest world.
+  static void join(const shared::Job& job) {
+    for (const char* name : {"RANK", "LOCAL_RANK"}) ::setenv(name, "0", 1);
+    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "1", 1);
+    ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
+    init_dist();
+  }
   static void as_rank(const shared::Job& job, const std::function<void()>& body) {
     EXPECT_EQ(test::in_a_fork([&] {
-                for (const char* name : {"RANK", "LOCAL_RANK"}) ::setenv(name, "0", 1);
-                for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) ::setenv(name, "1", 1);
-                ::setenv("LOCKSTEP_SEGMENT", job.environment().c_str(), 1);
-                init_dist();
+                join(job);
                 body();
               }),
               0);
@@ -104,19 +108,24 @@ TEST_F(ElasticFileTest, two_generations_write_at_once) {
   const auto first = over_nodes();
   const auto second = first->next_generation(1, /*generation=*/1, /*has_earlier_steps=*/true);
   const test::SharedCount n_begun, n_replaced;
-  std::thread early([&] {
-    as_rank(*first, [&] {
+  const pid_t early = ::fork();
+  if (early == 0) {
+    join(*first);
+    {
       ElasticFile file(path_);
       file.write("first");
       n_begun.raise();
       EXPECT_TRUE(n_replaced.wait_for(1));
       EXPECT_THROW(file.commit_to_disk({.operation = "save"}), PeerLost);
-    });
-  });
+    }
+    ::_exit(HasFailure() ? 1 : 0);
+  }
   EXPECT_TRUE(n_begun.wait_for(1));
   as_rank(*second, [&] { replace("second"); });
   n_replaced.raise();
-  early.join();
+  int status = -1;
+  ASSERT_EQ(::waitpid(early, &status, 0), early);
+  EXPECT_EQ(status, 0);
   EXPECT_EQ(read_elastic_file(path_), "second");
   EXPECT_EQ(files(), std::set<std::string>{"state"});
 }
