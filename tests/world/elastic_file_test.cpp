@@ -107,24 +107,30 @@ TEST_F(ElasticFileTest, of_another_job_is_replaced) {
 TEST_F(ElasticFileTest, two_generations_write_at_once) {
   const auto first = over_nodes();
   const auto second = first->next_generation(1, /*generation=*/1, /*has_earlier_steps=*/true);
-  const test::SharedCount n_begun, n_replaced;
-  const pid_t early = ::fork();
-  if (early == 0) {
-    join(*first);
+  const test::SharedCount n_begun, n_late, n_replaced;
+  const pid_t writer = ::fork();
+  if (writer == 0) {
+    join(*second);
     {
       ElasticFile file(path_);
-      file.write("first");
+      file.write("second");
       n_begun.raise();
-      EXPECT_TRUE(n_replaced.wait_for(1));
-      EXPECT_THROW(file.commit_to_disk({.operation = "save"}), PeerLost);
+      EXPECT_TRUE(n_late.wait_for(1));
+      file.commit_to_disk({.operation = "save"});
+      n_replaced.raise();
     }
     ::_exit(HasFailure() ? 1 : 0);
   }
   EXPECT_TRUE(n_begun.wait_for(1));
-  as_rank(*second, [&] { replace("second"); });
-  n_replaced.raise();
+  as_rank(*first, [&] {
+    ElasticFile file(path_);
+    file.write("first");
+    n_late.raise();
+    EXPECT_TRUE(n_replaced.wait_for(1));
+    EXPECT_THROW(file.commit_to_disk({.operation = "save"}), PeerLost);
+  });
   int status = -1;
-  ASSERT_EQ(::waitpid(early, &status, 0), early);
+  ASSERT_EQ(::waitpid(writer, &status, 0), writer);
   EXPECT_EQ(status, 0);
   EXPECT_EQ(read_elastic_file(path_), "second");
   EXPECT_EQ(files(), std::set<std::string>{"state"});
