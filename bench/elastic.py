@@ -338,6 +338,8 @@ class Training:
         variables = {**os.environ, "OMP_NUM_THREADS": "1"}
         if self.hosts:
             variables |= {"LOCKSTEP_UCX": str(UCX_MODULE), "GLOO_SOCKET_IFNAME": "cable"}
+            # With one store for agents and ranks a host that comes back waits for an address that nobody writes again.
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         with open(self.log(i), "a") as output:
             words = [*(self.hosts.on(i) if self.hosts else []), *self.command_of(i)]
             return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables)
