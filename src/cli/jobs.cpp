@@ -38,10 +38,11 @@ struct Holder {
   ino_t inode;
   std::uint64_t job;         ///< the same in all segments of a job
   std::uint32_t generation;  ///< of an elastic world, which has a segment for each
-  bool has_ranks;            ///< that have joined, or that is not known
+  bool has_ranks;            ///< see RunningJob
 };
 
-/// torch.distributed's ranks meet in memory of their own, and leave that of `lockstep run` empty.
+/// torch.distributed's ranks meet in memory of their own: in that of `lockstep run` there are none,
+/// or those that have left a world of lockstep's before.
 bool has_ranks(int fd, int n_ranks) {
   for (int r = 0; r < n_ranks; ++r) {
     auto state = shared::RankState::absent;
@@ -49,7 +50,7 @@ bool has_ranks(int fd, int n_ranks) {
                            static_cast<std::size_t>(r) * sizeof(shared::RankBlock) +
                            offsetof(shared::RankBlock, state);
     if (::pread(fd, &state, sizeof state, static_cast<off_t>(at)) == sizeof state &&
-        state != shared::RankState::absent) {
+        state != shared::RankState::absent && state != shared::RankState::left) {
       return true;
     }
   }
@@ -91,7 +92,8 @@ std::optional<Holder> holder(pid_t pid) {
     identify(found);
     const bool is_newer =
         newest && found.job == newest->job && found.generation > newest->generation;
-    if (!newest || is_newer || (found.job != newest->job && !newest->has_ranks)) {
+    if (!newest || is_newer ||
+        (found.job != newest->job && found.has_ranks && !newest->has_ranks)) {
       newest = std::move(found);
     }
   }
@@ -142,7 +144,7 @@ bool is_ancestor(pid_t ancestor, pid_t pid) {
   return pid == ancestor;
 }
 
-/// The job of its ranks, if these have joined none in the memory of their launcher.
+/// The job of its ranks, if none of them is in the memory of their launcher.
 const RunningJob* job_within(const RunningJob& job, const std::vector<RunningJob>& jobs) {
   const auto found = std::ranges::find_if(jobs, [&](const RunningJob& other) {
     return other.has_ranks && is_ancestor(job.launcher, other.launcher);

@@ -19,7 +19,7 @@ struct RunningJob {
   std::string command;    ///< of the launcher
   std::string memory;     ///< path under /proc of a descriptor of the segment
   ino_t inode;            ///< of the segment: other worlds of the same launcher differ
-  bool has_ranks = true;  ///< that have joined, as far as is known
+  bool has_ranks = true;  ///< that have not left, as far as is known
 };
 
 /// All running jobs, by pid of the launcher.

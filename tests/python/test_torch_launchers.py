@@ -20,6 +20,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
+import lockstep  # noqa: E402
+
 
 @on_torch_ranks(2, launcher=TORCHRUN)
 def test_torchrun():
@@ -172,9 +174,13 @@ def test_groups_of_the_same_number_after_another_init():
         time.sleep(0.01)
 
 
-@on_torch_ranks(2)
+@on_ranks(2, init=None)
 def test_top_shows_the_ranks_of_torch():
-    """They share memory of their own, beside that which `lockstep run` has made."""
+    """They share memory of their own, beside that which `lockstep run` has made, which they have used before."""
+    lockstep.init_dist()
+    lockstep.barrier()
+    lockstep.destroy_dist()
+    init_torch()
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 0:
         for job in (os.getppid(), os.getpid()):
