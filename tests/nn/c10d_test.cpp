@@ -35,10 +35,17 @@ namespace {
 using namespace std::chrono_literals;
 using test::run_processes;
 
-/// The processes' statuses, of ranks over Gloo.
+/// The processes' statuses, of ranks over Gloo. The body begins when init_dist has returned on all:
+/// a failure may overtake the messages of the call before it, which then has it.
 std::vector<int> over_gloo(int n, const std::function<void()>& body,
                            std::chrono::seconds watchdog = test::kWatchdog) {
-  return run_processes(n, body, watchdog, /*started=*/{}, "gloo");
+  const test::SharedCount n_joined;
+  const auto joined = [&] {
+    n_joined.raise();
+    EXPECT_TRUE(n_joined.wait_for(n));
+    body();
+  };
+  return run_processes(n, joined, watchdog, /*started=*/{}, "gloo");
 }
 
 /// What `call` throws; fails the test where it does not throw an E that says `part`.
@@ -57,7 +64,6 @@ void expect_error(const std::function<void()>& call, const std::string& part) {
 
 TEST(C10dTest, a_killed_rank_is_named_on_every_rank) {
   const auto statuses = over_gloo(3, [] {
-    barrier();
     if (get_rank() == 1) ::raise(SIGKILL);
     expect_error<PeerLost>([] { barrier(); }, "rank 1 is gone");
     expect_error<PeerLost>([] { barrier(); }, "rank 1 is gone");  // the group is dead
@@ -67,7 +73,6 @@ TEST(C10dTest, a_killed_rank_is_named_on_every_rank) {
 
 TEST(C10dTest, the_text_of_a_ranks_exception_reaches_the_others) {
   const auto statuses = over_gloo(3, [] {
-    barrier();
     try {
       main_process_first([] {
         if (get_rank() == 0) throw std::runtime_error("no such file: x.bin");
@@ -86,7 +91,6 @@ TEST(C10dTest, failure_with_another_rank) {
   std::array<int, 2> pipe{};
   ASSERT_EQ(::pipe2(pipe.data(), O_CLOEXEC), 0);
   const auto statuses = over_gloo(3, [&pipe] {
-    barrier();
     const Group world = default_group();
     std::int64_t value = 0;
     const Elements whole{&value, 1, DType::i64};
@@ -185,7 +189,6 @@ TEST(C10dTest, failures_are_not_delayed_by_a_stopped_rank) {
 TEST(C10dTest, the_whole_text_of_a_long_failure_reaches_the_others) {
   const std::string text = std::string(40'000, 'x') + ", the end";
   const auto statuses = over_gloo(2, [&text] {
-    barrier();
     if (get_rank() == 0) return destroy_dist(text);
     expect_error<PeerFailed>([] { barrier(); }, text);
   });
@@ -194,7 +197,6 @@ TEST(C10dTest, the_whole_text_of_a_long_failure_reaches_the_others) {
 
 TEST(C10dTest, a_copy_of_a_rank_can_neither_call_nor_keep_it_from_ending) {
   const auto statuses = over_gloo(2, [] {
-    barrier();
     std::fflush(nullptr);
     const pid_t copy = ::fork();
     ASSERT_GE(copy, 0);
@@ -360,7 +362,6 @@ TEST(C10dLevelsTest, late_ranks_are_named_not_those_that_wait_for_them) {
 
 TEST(C10dLevelsTest, a_killed_rank_is_named_on_every_rank) {
   const auto statuses = over_gloo(kManyRanks, [] {
-    barrier();
     if (get_rank() == 5) ::raise(SIGKILL);
     try {
       for (;;) barrier();
@@ -375,7 +376,6 @@ TEST(C10dLevelsTest, a_killed_rank_is_named_on_every_rank) {
 
 TEST(C10dTest, a_rank_that_leaves_is_named) {
   const auto statuses = over_gloo(2, [] {
-    barrier();
     if (get_rank() == 0) return;
     expect_error<PeerLost>([] { barrier(); }, "rank 0 left the world");
   });
