@@ -381,6 +381,7 @@ void Attempt::report_failure(int place, int wait_status) {
   }
   const std::string what = fmt::format("{}{} {} after {:.2f} s", describe_leaver(place),
                                        name_of(place), how, seconds(Clock::now() - start_));
+  why_it_ends_ = what;
   print_line(what + ending);
   end_world(how, world_rank(place));
   if (nodes_ != nullptr) {
@@ -418,7 +419,8 @@ void Attempt::end_with(const NodeFailure& failure) {
   phase_ = Phase::notified;
   phase_deadline_ = Clock::now() + kNotice;
   end_world(failure.text, failure.rank);
-  refuse_all(failure.text);
+  why_it_ends_ = failure.text;
+  refuse_all();
   print_line(failure.text + "; ending the ranks of this node");
 }
 
@@ -490,7 +492,7 @@ void Attempt::reap(Place& place) {
 
 void Attempt::terminate_ranks(const Signal& signal) {
   signal_ranks(signal);
-  refuse_all("it is ending");
+  refuse_all();
   phase_ = Phase::terminating;
   phase_deadline_ = Clock::now() + context_.options.grace;
 }

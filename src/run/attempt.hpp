@@ -164,7 +164,7 @@ class Attempt {
   void read_progress();
   void regroup();
   void wake_sleepers();
-  void refuse_all(std::string_view why);
+  void refuse_all();
   void refuse_addresses(std::string_view why, int rank);
   void give_up(const std::string& why);
   bool is_elastic() const { return context_.options.elastic.least > 0; }
@@ -243,6 +243,7 @@ class Attempt {
   Clock::time_point phase_deadline_ = Clock::time_point::max();
   int n_interrupts_ = 0;
   bool failed_ = false;
+  std::string why_it_ends_ = "it is ending";  ///< for ranks that ask when it is
   Outcome outcome_;
   std::vector<pollfd> poll_entries_;
 };

@@ -263,17 +263,18 @@ void Attempt::give_up(const std::string& why) {
   if (elastic_ && !has_regrouped_) {
     print_line("no rank has called regroup() or run_elastic(), by which a program goes on");
   }
-  refuse_all(why);
+  why_it_ends_ = why;
+  refuse_all();
   if (nodes_ != nullptr) {
     nodes_->report_failed({.exit_code = outcome_.exit_code, .interrupted = false, .text = why});
   }
 }
 
 /// Answers the ranks that wait for the next generation: there is none.
-void Attempt::refuse_all(std::string_view why) {
+void Attempt::refuse_all() {
   for (Place& place : places_) {
     if (!place.request || !place.request->is_pending) continue;
-    shared::refuse(place.socket.get(), place.request->number, /*error_number=*/0, why);
+    shared::refuse(place.socket.get(), place.request->number, /*error_number=*/0, why_it_ends_);
     place.request->is_pending = false;
   }
 }

@@ -40,7 +40,7 @@ void Attempt::serve(int place) {
     case shared::LauncherRequest::Kind::store:
     case shared::LauncherRequest::Kind::addresses:
       if (phase_ != Phase::running) {
-        return shared::refuse(socket.get(), question.number, 0, "it is ending");
+        return shared::refuse(socket.get(), question.number, 0, why_it_ends_);
       }
       if (is_elastic() && (question.world != static_cast<std::uint64_t>(generations_.newest()) ||
                            newest().job->is_over())) {
@@ -64,7 +64,7 @@ void Attempt::serve(int place) {
   }
   if (is_elastic()) {
     if (phase_ != Phase::running)
-      return shared::refuse(socket.get(), question.number, 0, "it is ending");
+      return shared::refuse(socket.get(), question.number, 0, why_it_ends_);
     read_progress();
     asking.request = Request{.number = question.number,
                              .process = process_of(place),

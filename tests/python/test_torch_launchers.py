@@ -268,6 +268,19 @@ def test_the_store_of_the_launcher(run_ranks, launcher):
     run_ranks(2, use_the_store, launcher=launcher, init=None, shares=False)
 
 
+def test_a_call_of_the_store_names_the_rank_whose_end_ends_the_job(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, torch.distributed as dist\n"
+        "dist.init_process_group('lockstep', init_method='lockstep://')\n"
+        "if dist.get_rank() == 1: os._exit(3)\n"
+        "dist.distributed_c10d._get_default_store().get('never')\n"
+    )
+    ended = subprocess.run([COMMAND, "run", "-n", "2", "--", sys.executable, program], capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert "store" in ended.stderr and "`lockstep run` ends the job: rank 1 (pid " in ended.stderr
+
+
 def test_the_default_group_over_two_nodes(run_ranks):
     """The layers, DistributedDataParallel, messages and groups of some ranks."""
     run_ranks(4, use_the_default_group, launcher=over_nodes(2, 2), init=None)
