@@ -2,17 +2,23 @@
 """Whole training steps of 2 ranks, beside what a user would do instead, in one run.
 
 usage: training_steps.py [--json FILE]
+       training_steps.py --layers
 
 Of each network: lockstep in C++ (bench_training_step over the same PyTorch, where it is built) and in Python,
 PyTorch's DistributedDataParallel over Gloo, whose BatchNorm sees one rank's images, and one process of 2 threads. All
 take turns, with a batch of 32 images in all. Prints images per second, the median of the turns, and by how much the
-loss of the last step differs from that of the one process, which has the whole batch. FILE gets rows for
-scripts/performance.py.
+loss of the last step differs from that of the one process, which has the whole batch. The scale of that is by how much
+one process of 1 thread differs from one of 2. In shards, C++ only, the loss and all parameters must have the same bits
+on 2 ranks of 1 thread as in one process of 2. FILE gets rows for scripts/performance.py.
 
-usage: training_steps.py --rank MODEL TYPE BACKEND STEPS   one of these ranks, in Python
+--layers: instead, milliseconds of a step: of one process, and of 1 and 2 ranks of 1 thread and half of the batch each, with
+no layer (ranks that know nothing of each other), with SyncBatchNorm, with DistributedDataParallel, and with both.
+
+usage: training_steps.py --rank MODEL TYPE BACKEND STEPS [THREADS|LAYERS]   one of these ranks, in Python
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -25,11 +31,14 @@ PROGRAM = "build/torch-venv-bench/bench/bench_training_step"
 N_TURNS = 3
 N_UNTIMED = 2  # the first allocates, and then buckets are rebuilt
 N_IMAGES = 32
-N_STEPS = {("convnet", "f32"): 400, ("resnet18", "f32"): 6, ("resnet18", "bf16"): 6}
+N_STEPS = {("convnet", "f32"): 400, ("resnet18", "f32"): 6, ("resnet18", "f64"): 6, ("resnet18", "bf16"): 6}
+N_SHARDS = "4"
+LAYERS = ("none", "sync", "ddp", "both")
+MOST_F64 = 1e-12
 
 
-def run_rank(model, dtype, backend, n_steps):
-    """backend: "lockstep", "gloo", or "none", one process."""
+def run_rank(model, dtype, backend, n_steps, option):
+    """backend: "lockstep", "gloo", or "none", one process. option: THREADS, or one of LAYERS, with half of the batch."""
     import torch
     import torch.distributed as dist
     from python_ranks import convnet, resnet18
@@ -38,30 +47,29 @@ def run_rank(model, dtype, backend, n_steps):
     rank, n_ranks = 0, 1
     if backend == "lockstep":
         import lockstep.nn
-    if backend == "none":
-        torch.set_num_threads(2)
-    else:
-        torch.set_num_threads(1)
+    torch.set_num_threads(int(option) if option.isdigit() else 1)
+    if backend != "none":
         dist.init_process_group(backend)
         rank, n_ranks = dist.get_rank(), dist.get_world_size()
     is_small = model == "convnet"
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    kind = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16}[dtype]
     torch.manual_seed(1)
     net = (convnet() if is_small else resnet18())[0].to(kind)
     torch.manual_seed(2)
     size = 28 if is_small else 64
     x = torch.randn(N_IMAGES, 1 if is_small else 3, size, size)
     labels = torch.randint(10 if is_small else 1000, (N_IMAGES,))
-    x, labels = x.chunk(n_ranks)[rank].to(kind), labels.chunk(n_ranks)[rank]
-    if backend == "lockstep":
+    n_parts = 2 if option in LAYERS else n_ranks
+    x, labels = x.chunk(n_parts)[rank].to(kind), labels.chunk(n_parts)[rank]
+    if option in ("sync", "both") or (backend == "lockstep" and option not in LAYERS):
         net = lockstep.nn.convert_sync_batchnorm(net)
-    if n_ranks > 1:
+    if option in ("ddp", "both") or (n_ranks > 1 and option not in LAYERS):
         net = DistributedDataParallel(net)
     sgd = torch.optim.SGD(net.parameters(), 1e-3)
 
     def step():
         sgd.zero_grad()
-        loss = torch.nn.functional.cross_entropy(net(x).float(), labels)
+        loss = torch.nn.functional.cross_entropy(net(x).to(torch.promote_types(kind, torch.float32)), labels)
         loss.backward()
         sgd.step()
         return loss.item()
@@ -85,12 +93,12 @@ def run_rank(model, dtype, backend, n_steps):
     if backend == "gloo":  # ~ProcessGroupGloo may join its thread, which waits for the GIL, under the GIL
         dist.barrier()
         os._exit(0)
-    if n_ranks > 1:
+    if backend != "none":
         dist.destroy_process_group()
 
 
 def candidates(model, dtype):
-    """By name, the command, and the name of the one process in the same language."""
+    """By name, the command, and the name of the one process in the same language whose loss it should have."""
     n_steps = str(N_STEPS[model, dtype])
     python = [sys.executable, __file__, "--rank", model, dtype]
     ranks = [LOCKSTEP, "run", "-n", "2", "--"]
@@ -98,22 +106,61 @@ def candidates(model, dtype):
     found = {
         "lockstep, Python": ([*ranks, *python, "lockstep", n_steps], "1 process, Python"),
         "Gloo": ([*ranks, *python, "gloo", n_steps], "1 process, Python"),
-        "1 process, Python": ([*alone, *python, "none", n_steps], "1 process, Python"),
+        "1 process, Python": ([*alone, *python, "none", n_steps, "2"], "1 process, Python"),
+        "1 thread, Python": ([*alone, *python, "none", n_steps], "1 process, Python"),
     }
     if os.path.exists(PROGRAM):
         program = [PROGRAM, model, dtype]
         found["lockstep, C++"] = ([*ranks, *program, "1", n_steps], "1 process, C++")
         found["1 process, C++"] = ([*alone, *program, "2", n_steps], "1 process, C++")
+        found["1 thread, C++"] = ([*alone, *program, "1", n_steps], "1 process, C++")
+        if dtype != "bf16":
+            found["lockstep, C++, shards"] = ([*ranks, *program, "1", n_steps, N_SHARDS], "1 process, C++, shards")
+            found["1 process, C++, shards"] = ([*alone, *program, "2", n_steps, N_SHARDS], "1 process, C++, shards")
     return found
+
+
+def figures_of(command):
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def measure_layers():
+    for (model, dtype), n_steps in N_STEPS.items():
+        if dtype == "f64":
+            continue
+        rank = [model, dtype]
+        programs = {"Python": [sys.executable, __file__, "--rank", *rank]}
+        if os.path.exists(PROGRAM):
+            programs["C++"] = [PROGRAM, *rank]
+        commands = {}
+        for language, program in programs.items():
+            lockstep, end = (["lockstep"], [str(n_steps)]) if language == "Python" else ([], ["1", str(n_steps)])
+            alone = ["none", str(n_steps), "2"] if language == "Python" else ["2", str(n_steps)]
+            commands[language, "1 process, 2 threads"] = [LOCKSTEP, "run", "-n", "1", "--", *program, *alone]
+            for n_ranks, layers in itertools.product((1, 2), LAYERS):
+                run = [LOCKSTEP, "run", "-n", str(n_ranks), "--bind", "core", "--", *program, *lockstep, *end, layers]
+                commands[language, f"{n_ranks} rank{'s'[: n_ranks - 1]}, {layers}"] = run
+        times = {key: [] for key in commands}
+        for _ in range(N_TURNS):
+            for key, command in commands.items():
+                times[key].append(1e3 * N_IMAGES / figures_of(command)["images_per_second"])
+        print(f"\n{model + ' ' + dtype + ', ms':24}" + "".join(f"{language:>24}" for language in programs))
+        for name in dict.fromkeys(name for _, name in commands):
+            cells = [times[language, name] for language in programs]
+            shown = (f"{statistics.median(cell):.2f} ({min(cell):.2f} to {max(cell):.2f})" for cell in cells)
+            print(f"{name:24}" + "".join(f"{text:>24}" for text in shown), flush=True)
 
 
 def main():
     if sys.argv[1:2] == ["--rank"]:
-        model, dtype, backend, n_steps = sys.argv[2:]
-        return run_rank(model, dtype, backend, int(n_steps))
+        model, dtype, backend, n_steps, *option = sys.argv[2:]
+        return run_rank(model, dtype, backend, int(n_steps), option[0] if option else "1")
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", help="file for the rows")
+    parser.add_argument("--layers", action="store_true", help="what each layer adds to a step")
     options = parser.parse_args()
+    if options.layers:
+        return measure_layers()
     rows = []
     for model, dtype in N_STEPS:
         print(f"\n{model + ' ' + dtype:24}{'images/s':>10}{'least':>10}{'most':>10}   loss differs by")
@@ -121,13 +168,16 @@ def main():
         turns = {name: [] for name in found}
         for _ in range(N_TURNS):
             for name, (command, _) in found.items():
-                ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                turns[name].append(json.loads(ended.stdout))
+                turns[name].append(figures_of(command))
         rates = {name: [turn["images_per_second"] for turn in of_name] for name, of_name in turns.items()}
         losses = {name: of_name[0]["loss"] for name, of_name in turns.items()}
         differences = {name: abs(losses[name] - losses[alone]) for name, (_, alone) in found.items()}
-        for name in found:
+        for name, (_, alone) in found.items():
             difference = differences[name]
+            if name.endswith("shards") and len({turn["bits"] for turn in turns[name] + turns[alone]}) > 1:
+                sys.exit(f"{name}: not the same bits as {alone}")
+            if dtype == "f64" and not name.startswith("Gloo") and difference > MOST_F64:
+                sys.exit(f"{name}: its loss differs by {difference} from that of one process")
             # In bf16 a change of one of the first layer's weights by 1 % moves the loss by up to 0.007.
             if dtype == "f32" and name.startswith("lockstep") and difference > differences["Gloo"] / 3:
                 sys.exit(f"{name}: its loss differs by {difference} from that of one process")

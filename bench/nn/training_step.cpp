@@ -1,8 +1,9 @@
 // Training steps of a whole program, for bench/training_steps.py, which has the same in Python:
-//     bench_training_step convnet|resnet18|resnet18_8 f32|bf16 THREADS STEPS [SHARDS]
+//     bench_training_step convnet|resnet18|resnet18_8 f32|f64|bf16 THREADS STEPS [SHARDS|LAYERS]
 // As ranks of `lockstep run`: DistributedDataParallel and SyncBatchNorm, and equal parts of the
-// batch; alone: the network as it is, with the whole batch; with SHARDS both in shards. resnet18_8:
-// with 8 channels for 64, of images of 16 x 16. Prints one line of JSON on rank 0.
+// batch; alone: the network as it is, with the whole batch; with SHARDS both in shards; with LAYERS
+// these (none, sync, ddp, both) and half of the batch. resnet18_8: with 8 channels for 64, of
+// images of 16 x 16. Prints one line of JSON on rank 0.
 
 #include <fmt/format.h>
 
@@ -62,18 +63,22 @@ std::uint64_t bits_of(const Module& net) {
 
 int main(int argc, char** argv) {
   if (argc != 5 && argc != 6)
-    throw std::runtime_error("expected MODEL TYPE THREADS STEPS [SHARDS]");
+    throw std::runtime_error("expected MODEL TYPE THREADS STEPS [SHARDS|LAYERS]");
   const std::string model = argv[1], type = argv[2];
   if ((model != "convnet" && model != "resnet18" && model != "resnet18_8") ||
-      (type != "f32" && type != "bf16")) {
+      (type != "f32" && type != "f64" && type != "bf16")) {
     throw std::runtime_error("there is no " + model + " of " + type);
   }
   const int n_steps = std::atoi(argv[4]);
   init_rank(std::atoi(argv[3]));
   const int rank = lockstep::get_rank(), n_ranks = lockstep::get_world_size();
-  const int n_shards = argc == 6 ? std::atoi(argv[5]) : 0;
+  const std::string option = argc == 6 ? argv[5] : "0";
+  const int n_shards = std::atoi(option.c_str());
+  const bool has_layers = argc == 6 && n_shards == 0;
   const bool is_small = model == "convnet";
-  const auto dtype = type == "bf16" ? torch::kBFloat16 : torch::kFloat32;
+  const auto dtype = type == "f64"    ? torch::kFloat64
+                     : type == "bf16" ? torch::kBFloat16
+                                      : torch::kFloat32;
 
   torch::manual_seed(1);
   Sequential net = is_small ? convnet() : resnet18(1000, nullptr, model == "resnet18" ? 64 : 8);
@@ -85,13 +90,17 @@ int main(int argc, char** argv) {
   const lockstep::nn::ElasticSampler sampler(
       n_images, {.global_batch = n_images, .shuffle = false, .shards = n_shards});
   const auto drawn = sampler.batch(0);
-  const Tensor mine = torch::tensor(std::vector<std::int64_t>(drawn.begin(), drawn.end()));
+  Tensor mine = torch::tensor(std::vector<std::int64_t>(drawn.begin(), drawn.end()));
+  if (has_layers) mine = torch::arange(n_images).chunk(2)[rank];
   const Tensor my_x = x.index_select(0, mine).to(dtype);
   const Tensor my_labels = labels.index_select(0, mine);
 
-  const bool is_wrapped = n_ranks > 1 || n_shards > 0;
-  if (is_wrapped) lockstep::nn::convert_sync_batchnorm(net);
-  const auto ddp = is_wrapped ? std::make_unique<lockstep::nn::DistributedDataParallel<Sequential>>(
+  const auto has = [&](std::string_view layer) {
+    if (has_layers) return option == layer || option == "both";
+    return n_ranks > 1 || n_shards > 0;
+  };
+  if (has("sync")) lockstep::nn::convert_sync_batchnorm(net);
+  const auto ddp = has("ddp") ? std::make_unique<lockstep::nn::DistributedDataParallel<Sequential>>(
                                     net,
                                     lockstep::nn::DistributedDataParallelOptions{
                                         .shards = n_shards, .shard_threads = at::get_num_threads()})
@@ -99,7 +108,8 @@ int main(int argc, char** argv) {
   torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(1e-3));
   double loss = 0;
   const auto loss_of = [](const Tensor& scores, const Tensor& of, at::Reduction::Reduction how) {
-    return torch::cross_entropy_loss(scores.to(torch::kFloat32), of, /*weight=*/{}, how);
+    const auto of_loss = c10::promoteTypes(scores.scalar_type(), torch::kFloat32);
+    return torch::cross_entropy_loss(scores.to(of_loss), of, /*weight=*/{}, how);
   };
   const auto step = [&] {
     sgd.zero_grad();
