@@ -31,6 +31,7 @@ struct World {
   std::string mpi{};
   /// UCX_TLS, or all but shared memory: ranks of one host meet in ours.
   std::string ucx_transports = "^sm,self";
+  std::string ucx_devices = "all";  ///< for messages: UCX reads the variable itself
   Env env{};
   /// In the memory that `lockstep run` has made for this host's ranks; null: in none. Set by the
   /// engine, as the next two.

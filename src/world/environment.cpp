@@ -316,6 +316,7 @@ internal::World internal::read_world(Launcher launcher) {
   world.launcher = launcher;
   world.mpi = find_mpi(launcher, env);
   world.ucx_transports = variable("UCX_TLS").value_or(world.ucx_transports);
+  world.ucx_devices = variable("UCX_NET_DEVICES").value_or(world.ucx_devices);
   world.env = env;
   return world;
 }

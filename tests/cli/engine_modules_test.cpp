@@ -395,6 +395,11 @@ TEST_P(ModuleTest, a_wrong_module_is_reported) {
   expect_contains(failures_of(1, "none", variable + "=abacus"), variable + " is 'abacus'");
 }
 
+TEST_P(UcxModuleTest, a_device_that_is_not_there_is_named) {
+  expect_contains(failures_of(2, "none", "UCX_NET_DEVICES=abacus"),
+                  " for UCX_NET_DEVICES=abacus and UCX_TLS=");
+}
+
 TEST_P(MpiModuleTest, the_other_mpi_is_rejected) {
   const bool is_open = GetParam().name == "openmpi";
   const std::string other = is_open ? MPICH_MODULE : OPENMPI_MODULE;

@@ -215,7 +215,13 @@ std::unique_ptr<Engine> join(internal::World& world, const Call& barrier) {
   world.host->segment().header().has_joined_other_engine.store(true, std::memory_order_relaxed);
   check_descriptors(context);
   const LockstepUcx& ucx = load(find_module(world.env.ucx).path, context);
-  check(ucx, ucx.start(world.ucx_transports.c_str()), context);
+  if (const int code = ucx.start(world.ucx_transports.c_str()); code != 0) {
+    throw EngineError(
+        context,
+        fmt::format("{} for UCX_NET_DEVICES={} and UCX_TLS={}; UCX lists devices by /sys/class/net",
+                    message::text_of(ucx.transport, code), world.ucx_devices,
+                    world.ucx_transports));
+  }
   Address own{};
   std::string_view(ucx.transport.library()).copy(own.library.data(), own.library.size() - 1);
   Worker data = open_worker(ucx, own.data, context);
