@@ -46,29 +46,33 @@ def leave_all(failure: str) -> None:
     _extension.load().leave_all(failure)
 
 
-def join_world() -> str:
+def join_world(timeout: _world.Timeout = None) -> str:
     """Joins lockstep's world if the program has not. Returns the host name of rank 0's store, if this is rank 0."""
     if not _core.is_distributed():
-        _world.init_dist()
+        _world.init_dist(timeout=timeout)
     is_near = _world.get_local_size() == _world.get_world_size()
     return "127.0.0.1" if is_near else os.environ.get("MASTER_ADDR", socket.gethostname())
 
 
-def rendezvous() -> tuple[Any, int, int]:
+def rendezvous(timeout: timedelta | None = None) -> tuple[Any, int, int]:
     """Store, rank and number of ranks: those of lockstep's world, which this joins if the program has not.
 
     What init_method="lockstep://" does. Fails on all ranks or on none.
+    timeout: of each of its calls; torch's default counts as none.
     """
     from torch.distributed import HashStore, PrefixStore, TCPStore
+    from torch.distributed.constants import default_pg_timeout
 
-    host = join_world()
+    if timeout == default_pg_timeout:
+        timeout = None
+    host = join_world(timeout)
     rank, size = _world.get_dist_info()
     if size == 1:
         return HashStore(), 0, 1
     store = _extension.load().launcher_store()
     if store is not None:  # it outlives this world's groups, and those of another call must not see their keys
         part: list[Any] = [uuid.uuid4().hex]
-        _objects.broadcast_object_list(part)
+        _objects.broadcast_object_list(part, timeout=timeout)
         return PrefixStore(part[0], store), rank, size
     address: list[Any] = [None]
     if rank == 0:
@@ -77,7 +81,7 @@ def rendezvous() -> tuple[Any, int, int]:
             address = [(host, store.port)]
         except RuntimeError as error:  # torch's: the others wait for the address
             address = [str(error)]
-    _objects.broadcast_object_list(address)
+    _objects.broadcast_object_list(address, timeout=timeout)
     if isinstance(address[0], str):
         raise EngineError(f"init_process_group: rank 0 cannot open its store at {host}: {address[0]}")
     host, port = address[0]
@@ -86,7 +90,7 @@ def rendezvous() -> tuple[Any, int, int]:
     for _ in range(_CONNECT_ATTEMPTS):
         if store is None:
             store, failure = _connect(host, port, size)
-        n_failed = sum(_objects.all_gather_object(store is None))
+        n_failed = sum(_objects.all_gather_object(store is None, timeout=timeout))
         if n_failed == 0:
             return store, rank, size
     raise EngineError(f"init_process_group: {n_failed} of {size} ranks cannot connect to the store of rank 0: {failure}")

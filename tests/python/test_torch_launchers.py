@@ -268,6 +268,15 @@ def test_the_store_of_the_launcher(run_ranks, launcher):
     run_ranks(2, use_the_store, launcher=launcher, init=None, shares=False)
 
 
+@on_ranks(2, init=None)
+def test_the_limit_of_init_process_group_is_that_of_its_rendezvous():
+    if os.environ["RANK"] == "1":
+        return wait_for("gave-up")
+    with raises(lockstep.TimeoutError, "rank 1"):
+        dist.init_process_group("lockstep", init_method="lockstep://", timeout=timedelta(seconds=0.5))
+    Path("gave-up").touch()
+
+
 def test_a_call_of_the_store_names_the_rank_whose_end_ends_the_job(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

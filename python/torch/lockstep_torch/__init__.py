@@ -32,8 +32,8 @@ def _create(options: Any, pg_options: Any) -> Any:
     return create(options, pg_options)
 
 
-def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
+def _rendezvous(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
     from lockstep._backend import rendezvous
 
-    yield rendezvous()
+    yield rendezvous(timeout)
     raise RuntimeError("lockstep:// has no second rendezvous of one group")
