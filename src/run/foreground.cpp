@@ -73,6 +73,7 @@ void Foreground::start_relay(pid_t group) noexcept {
 bool Foreground::lend_to(const ChildGroup& rank) noexcept {
   if (!is_own()) return false;
   if (relay_.leader() == 0) start_relay(rank.leader());
+  if (termios mode{}; !mode_ && tcgetattr(terminal_.get(), &mode) == 0) mode_ = mode;
   block_sigttou(true);
   borrower_ = rank.leader();
   tcsetpgrp(terminal_.get(), borrower_);
@@ -88,6 +89,9 @@ void Foreground::take_back() noexcept {
 
 void Foreground::end() noexcept {
   take_back();
+  // A rank that was killed at a prompt has left the terminal without echo.
+  if (mode_ && is_own()) tcsetattr(terminal_.get(), TCSANOW, &*mode_);
+  mode_.reset();
   // A terminal signals the whole group before any process of it can end, so the relay has it.
   for (const int signal : {kEndRelay, SIGCONT}) relay_.signal_leader(signal);
   relay_.reap();

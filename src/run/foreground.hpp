@@ -1,6 +1,9 @@
 #pragma once
 
 #include <sys/types.h>
+#include <termios.h>
+
+#include <optional>
 
 #include "base/fd.hpp"
 #include "run/child_group.hpp"
@@ -16,7 +19,8 @@ namespace lockstep::run {
 /// terminal then signal that group, and not the launcher: a process of it, the relay, signals the
 /// launcher's group as the terminal would have. Ctrl-Z stops the rank, which its launcher sees.
 ///
-/// A rank that never reads the terminal leaves everything as it was.
+/// A rank that never reads the terminal leaves everything as it was. Of one that has read it, the
+/// terminal's mode is restored.
 class Foreground {
  public:
   Foreground();
@@ -40,6 +44,7 @@ class Foreground {
   void start_relay(pid_t group) noexcept;
 
   base::UniqueFd terminal_;
+  std::optional<termios> mode_;  ///< before it was lent
   pid_t borrower_ = 0;
   ChildGroup relay_;  // it leads no group: only to reap it
 };

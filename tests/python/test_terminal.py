@@ -84,3 +84,10 @@ def test_prompt_of_a_rank_that_reads_nothing(tmp_path):
     terminal = Terminal(COMMAND, "run", "-n", "2", "--", sys.executable, str(program))
     assert terminal.wait() != 0
     assert "BdbQuit" in terminal.shown, terminal.shown
+
+
+def test_a_rank_that_is_killed_leaves_the_terminal_as_it_was():
+    raw = "import os, signal, tty; tty.setraw(0); print(1 + 1, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    terminal = Terminal("/bin/sh", "-c", f"{COMMAND} run -n 1 -- {sys.executable} -c '{raw}'; stty -a")
+    terminal.wait()
+    assert " icanon " in terminal.shown and " echo " in terminal.shown, terminal.shown
