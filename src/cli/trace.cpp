@@ -41,7 +41,9 @@ int trace(const std::vector<std::string>& arguments) {
   summary->add_option("FILE", file)->required()->type_name("");
   std::vector<std::string> inputs;
   CLI::App* const merge = app.add_subcommand("merge", "Merge traces into one");
-  merge->add_option("FILE", file)->required()->type_name("");
+  merge->add_option("FILE", file, "The merged trace: a file that is not there")
+      ->required()
+      ->type_name("");
   merge->add_option("INPUT", inputs, "Files or folders")->required()->type_name("...");
   for (CLI::App* const subcommand : {summary, merge})
     subcommand->set_help_flag("-h,--help", "Print this help");
@@ -52,6 +54,10 @@ int trace(const std::vector<std::string>& arguments) {
     return 0;
   }
   check_is_replaceable("lockstep trace merge", file);
+  if (std::filesystem::exists(file)) {  // it may be an input whose output file was forgotten
+    reject("lockstep trace merge",
+           fmt::format("'{}' exists; the first name is that of the merged trace", file));
+  }
   std::vector<tracing::Trace> traces;
   for (const std::string& input : inputs) {
     const bool is_folder = std::filesystem::is_directory(input);

@@ -232,7 +232,10 @@ TEST_F(TraceTest, what_is_no_trace_is_rejected) {
   std::ofstream(file_) << std::string(200'000, '[') << std::string(200'000, ']');
   expect_contains(trace({"summary", file_}).err, "nested more than 16 deep");
   expect_contains(trace({"summary", "/nonexistent"}).err, "No such file");
-  expect_contains(trace({"merge", file_, folder_.path()}).err, "contains no traces of ranks");
+  expect_contains(trace({"merge", folder_ / "new", folder_.path()}).err,
+                  "contains no traces of ranks");
+  expect_contains(trace({"merge", file_, file_}).err,
+                  "t.json' exists");  // the output was forgotten
   EXPECT_EQ(trace({}).exit_code, 2);
 }
 
@@ -285,7 +288,7 @@ TEST_F(TraceTest, a_trace_larger_than_files_may_be_is_an_error) {
   }
   const std::string large = folder_ / "large.json";
   std::ofstream(large) << trace_of_names.dump();
-  Command merge(StartOptions{.arguments = {"trace", "merge", file_, large},
+  Command merge(StartOptions{.arguments = {"trace", "merge", folder_ / "new", large},
                              .shell = "ulimit -f 8192; exec \"$@\""});
   EXPECT_EQ(merge.wait().exit_code, 1);
   expect_contains(merge.err(), "File too large");
@@ -344,7 +347,8 @@ TEST_F(TraceTest, merges_nodes_and_corrects_their_clocks) {
   const Ended text = trace({"summary", merged_file});
   expect_contains(text.out, "3 ranks on ");
   expect_contains(text.out, "a clock corrected by -");
-  const Ended twice = trace({"merge", merged_file, folder_ / "0.json", folder_ / "0.json"});
+  const Ended twice =
+      trace({"merge", folder_ / "twice.json", folder_ / "0.json", folder_ / "0.json"});
   EXPECT_EQ(twice.exit_code, 2);
   expect_contains(twice.err, "rank 0 is in two of the traces");
 }
