@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import importlib
 import inspect
 import itertools
 import os
 import pickle
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -402,16 +404,34 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Any = None) -> N
 def all_reduce_dict(data: dict[str, torch.Tensor], op: str = "sum", group: Any = None) -> None:
     """data[key] <- a new tensor, the reduction of every rank's data[key]. The same keys and shapes on all ranks.
 
-    In one message, and so of the one type to which PyTorch promotes all of them.
+    In one message, and so of the one type to which PyTorch promotes all of them. Another one compares keys and shapes:
+    ValueError on every rank where they differ.
     """
     keys = sorted(data)
     for key in keys:
         if not isinstance(data[key], torch.Tensor):
             raise _UsageTypeError(f"all_reduce_dict: data[{key!r}] is {type(data[key]).__name__}; it must be a tensor")
+    _compare_dicts([(key, *data[key].shape) for key in keys], group)
     flat = torch.cat([data[key].detach().flatten() for key in keys]) if keys else torch.empty(0)
     all_reduce(flat, op, group)
     for key, part in zip(keys, flat.split([data[key].numel() for key in keys]), strict=False):
         data[key] = part.reshape(data[key].shape)
+
+
+def _compare_dicts(layout: list[tuple[Any, ...]], group: Any) -> None:
+    digest = int.from_bytes(hashlib.blake2b(repr(layout).encode(), digest_size=7).digest(), "big")
+    extremes = torch.tensor([digest, -digest])
+    all_reduce(extremes, "max", group)
+    if extremes[0] == -extremes[1]:
+        return
+    own, *others = all_gather_object(layout, group)
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != own)
+    only = [f"{key!r} of shape {shape}" for key, *shape in own if (key, *shape) not in other]
+    more = [f"{key!r} of shape {shape}" for key, *shape in other if (key, *shape) not in own]
+    raise _UsageValueError(
+        f"all_reduce_dict: the ranks' dicts differ: only rank 0 of the group has {', '.join(only) or 'nothing'}, "
+        f"only rank {rank} {', '.join(more) or 'nothing'}"
+    )
 
 
 @_over_ranks(alone=_nothing)
@@ -467,24 +487,34 @@ def _interleaved(parts: list[list[Any]] | None, size: int) -> list[Any] | None:
     return [item for items in itertools.zip_longest(*parts) for item in items if item is not None][:size]
 
 
+def _load_part(file: Path, owner: int) -> Any:
+    """Of that user alone: a pickle runs code."""
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as part:
+        if os.fstat(part.fileno()).st_uid != owner:
+            raise PermissionError(f"collect_results: {file} belongs to another user")
+        return pickle.load(part)
+
+
 def _gathered_by_files(part: list[Any], tmpdir: str | None) -> list[list[Any]] | None:
     """Every rank's part, by rank, on rank 0; None elsewhere."""
     rank, size = get_dist_info()
-    place = [tempfile.mkdtemp(prefix=".collect_results-", dir=".") if tmpdir is None and rank == 0 else tmpdir]
-    if tmpdir is None:
-        broadcast_object_list(place)
-    folder = Path(place[0])  # type: ignore[arg-type]
+    place = [tmpdir, uuid.uuid4().hex]  # names that nobody else knows before the files are there
+    if tmpdir is None and rank == 0:
+        place[0] = tempfile.mkdtemp(prefix=".collect_results-", dir=".")
+    broadcast_object_list(place)
+    folder = Path(tmpdir or place[0])  # type: ignore[arg-type]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"part_{rank}.pkl").write_bytes(pickle.dumps(part, pickle.HIGHEST_PROTOCOL))
+    files = [folder / f"part_{other}-{place[1]}.pkl" for other in range(size)]
+    with open(os.open(files[rank], os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as own:
+        pickle.dump(part, own, pickle.HIGHEST_PROTOCOL)
     barrier()
     if rank != 0:
         return None
-    files = [folder / f"part_{other}.pkl" for other in range(size)]
     if missing := [other for other, file in enumerate(files) if not file.exists()]:
         raise FileNotFoundError(
             f"collect_results: {folder} has no file of ranks {missing}: give a tmpdir that all ranks share"
         )
-    parts = [pickle.loads(file.read_bytes()) for file in files]
+    parts = [_load_part(file, files[0].stat().st_uid) for file in files]
     for file in files:
         file.unlink()
     with contextlib.suppress(OSError):  # it has other files

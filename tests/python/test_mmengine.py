@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict, UserDict, deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -290,11 +291,12 @@ def test_what_mmengine_does_not_take(world):
     assert ours._gathered_by_files([rank], None) == ([[0], [1]] if rank == 0 else None)
     ours.barrier()
     assert not list(Path().glob(".collect_results-*"))
-    with raises(FileNotFoundError, "no file of ranks [1]: give a tmpdir that all ranks share") if rank == 0 else raises(OSError):
-        if rank == 1:  # on another file system
-            ours.barrier()
-            raise OSError
-        ours.collect_results([0], 1, tmpdir="of-rank-0")
+    with raises(FileNotFoundError, "no file of ranks [1]: give a tmpdir that all ranks share") if rank == 0 else nullcontext():
+        ours.collect_results([0], 1, tmpdir=f"of-rank-{rank}")  # on another file system
+    assert {file.stat().st_mode & 0o777 for file in Path(f"of-rank-{rank}").iterdir()} == {0o600}
+    dicts = [{"a": torch.ones(2), "b": torch.ones(1)}, {"a": torch.ones(2), "c": torch.ones(1)}]
+    with raises(ValueError, "only rank 0 of the group has 'b' of shape [1], only rank 1 'c' of shape [1]"):
+        ours.all_reduce_dict(dicts[rank])
 
 
 def test_init_dist_without_gpus():
