@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Do the recipes of packaging/, pyproject.toml and the Debian packages fit CMakeLists.txt: version, license, the packages
+"""Do the recipes of packaging/, pyproject.toml and the Debian packages fit CMakeLists.txt: version, licenses, the packages
 that CMake looks for, the options that they set? ./dev lint runs it."""
 
 import json
@@ -19,6 +19,8 @@ NAMES = {
 }
 # Of the compiler; of the libtorch layer; of the Python package.
 OTHERS = {"Threads", "Torch", "Python", "nanobind"}
+# Of these, what binaries contain besides NAMES: nanobind, with the library that it brings.
+CONTAINED = {"nanobind", "robin-map"}
 
 complaints = []
 
@@ -82,6 +84,15 @@ for name in ("pyproject.toml", "python/torch/pyproject.toml"):
 required = re.search(r"^requires = \[(.*?)^\]", text_of("pyproject.toml"), re.M | re.S)[1]
 missing = sorted({PYTHON[name] for name in linked} - set(re.findall(r'"([\w-]+)"', required)))
 expect("pyproject.toml: build requirements without", missing, [])
+
+# What is compiled into the binaries has its notice and the text of its license, and every package brings these.
+notices = text_of("packaging/copyright")
+expect("packaging/copyright: libraries", sorted({name.lower() for name in re.findall(r"^Files: ([\w-]+)/\*$", notices, re.M)}),
+       sorted({NAMES[name][0] for name in searched} | CONTAINED))
+expect("packaging/copyright: licenses with their text", sorted(re.findall(r"^License: (\S+)\n ", notices, re.M)),
+       sorted(set(re.findall(r"^License: (\S+)$", notices, re.M))))
+for name, file in (("pyproject.toml", "packaging/copyright"), ("python/torch/pyproject.toml", "copyright")):
+    expect(f"{name}: license-files", re.findall(r"^license-files = (\[.*\])$", text_of(name), re.M), [f'["LICENSE", "{file}"]'])
 
 for name in ("packaging/vcpkg/lockstep/portfile.cmake", "packaging/conan/conanfile.py", "pyproject.toml",
              "scripts/clean_root.sh", "docs/packages.md"):
