@@ -56,5 +56,8 @@ endif()
 foreach(component IN LISTS CPACK_COMPONENTS_ALL)
   string(TOUPPER ${component} name)
   set(CPACK_DEBIAN_${name}_PACKAGE_NAME ${lockstep_debian_${component}})
+  # They contain code of others.
+  install(FILES packaging/copyright DESTINATION ${CMAKE_INSTALL_DATADIR}/doc/${lockstep_debian_${component}}
+          COMPONENT ${component})
 endforeach()
 include(CPack)

@@ -88,6 +88,8 @@ elif check "deb: made" cpack --config "$build/CPackConfig.cmake" -B "$out/deb"; 
     printf '  %s, %s, needs %s\n' "$(basename "$package")" "$(du -h "$package" | cut -f1)" \
       "$(dpkg-deb -f "$package" Depends)"
     dpkg-deb -x "$package" "$out/root"
+    name=$(dpkg-deb -f "$package" Package)
+    check "deb: $name has the licenses" cmp packaging/copyright "$out/root/usr/share/doc/$name/copyright"
   done
   programs deb "$out/root/usr"
 fi
