@@ -209,7 +209,7 @@ way_wheels() {
 way_wheel-from-source() {
   [ "${RELEASE:-}" = jammy ] || die 'wheel-from-source needs RELEASE=jammy'
   begin wheel-from-source
-  run "$apt g++ libcli11-dev libsodium-dev libmpich-dev libopenmpi-dev python3-dev python3-venv" &&
+  run "$apt g++ libcli11-dev libsodium-dev libmpich-dev libopenmpi-dev libucx-dev python3-dev python3-venv" &&
     run 'python3 -m venv /venv && pip wheel --no-deps --wheel-dir /wheels .' || return
   # That of the stable ABI needs Python 3.12, which only newer systems have: compiled here, the wheel needs no newer glibc.
   echo "deb-src $ubuntu noble main" >"$root/etc/apt/sources.list.d/python.list"

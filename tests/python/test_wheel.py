@@ -69,15 +69,16 @@ def test_the_platform_tag_says_what_the_binaries_need(name, wheels, tmp_path):
     # By PEP 600, the libraries of the distributions of that time: libstdc++ of GCC 11 beside glibc 2.34.
     assert max(versions(wheels[name], tmp_path, "GLIBC")) <= (2, int(found[1]))
     assert max(versions(wheels[name], tmp_path, "GLIBCXX")) <= (3, 4, 29)
-    # Nothing is copied into it: an MPI or a torch is the user's, and of one kind in a process.
-    assert not [each for each in names if re.search(r"\.libs/|/lib(mpi|mpich|open-|udev|numa|torch|c10|stdc)", each)]
+    # Nothing is copied into it: an MPI, UCX or a torch is the user's, and of one kind in a process.
+    assert not [each for each in names if re.search(r"\.libs/|/lib(mpi|mpich|open-|uc[pst]|udev|numa|torch|c10|stdc)", each)]
     system = {"libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "ld-linux-x86-64.so.2"}
     own = {"liblockstep.so"}
     others = {
-        "lockstep_dist": {"libmpi.so.40", "libmpich.so.12"},
+        "lockstep_dist": {"libmpi.so.40", "libmpich.so.12", "libucp.so.0", "libucs.so.0"},
         "lockstep_torch": {"libtorch_python.so", "libtorch_cpu.so", "libtorch.so", "libc10.so"},
     }
     assert needed(wheels[name], tmp_path) <= system | own | others[name]
+    assert [each for each in names if re.search(r"\.dist-info/licenses/(packaging/)?copyright$", each)]
 
 
 def test_lockstep_dist_looks_for_nothing_in_a_temporary_folder(wheels, tmp_path):
@@ -95,6 +96,7 @@ def test_lockstep_dist_is_free_of_torch_and_says_what_it_runs_on(wheels, tmp_pat
     assert not [name for name in names if re.search(r"_torch\b|lockstep_torch|_built_for|libtorch|libc10", name)]
     assert not [name for name in needed(wheel, tmp_path) if re.search("torch|c10|fmt", name)]
     assert [name for name in names if name.endswith(".data/scripts/lockstep")]
+    assert {f"lockstep/liblockstep-{module}.so" for module in ("mpi-mpich", "mpi-openmpi", "ucx")} <= set(names)
     abi = f"{PYTHON}-{PYTHON}" if sys.version_info < (3, 12) else "cp312-abi3"
     (tag,) = [line for line in lines if line.startswith("Tag: ")]
     assert tag.startswith(f"Tag: {abi}-")
@@ -172,7 +174,7 @@ def test_the_source_distribution_of_lockstep_torch_has_what_it_is_compiled_from(
         names = {name.partition("/")[2] for name in archive.getnames()}
         (metadata,) = [name for name in archive.getnames() if name.endswith("/PKG-INFO")]
         lines = archive.extractfile(metadata).read().decode().splitlines()
-    assert {"LICENSE", "find_torch.py", "lockstep/src/nn/torch_extension/torch_module.cpp", "lockstep/CMakeLists.txt"} <= names
+    assert {"LICENSE", "copyright", "find_torch.py", "lockstep/src/nn/torch_extension/torch_module.cpp", "lockstep/CMakeLists.txt"} <= names
     assert "Dynamic: Requires-Dist" in lines and "Requires-Dist: torch" in lines
     (wheel,) = tmp_path.glob("*.whl")
     assert f"Requires-Dist: torch=={TORCH}" in read(wheel)[1]
