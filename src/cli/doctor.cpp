@@ -27,6 +27,7 @@ std::string_view name_of(State state) {
 }
 
 void print_text(const Findings& findings, bool can_run) {
+  fmt::print("{:<8} {:<16} {}\n", name_of(State::good), "version", LOCKSTEP_VERSION);
   for (const Finding& finding : findings) {
     fmt::print("{:<8} {:<16} {}\n", name_of(finding.state), finding.name, finding.text);
     if (!finding.advice.empty()) fmt::print("{:<25} -> {}\n", "", finding.advice);

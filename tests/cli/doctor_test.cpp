@@ -101,6 +101,7 @@ TEST(DoctorTest, lines_for_people) {
   Command command(StartOptions{.arguments = {"doctor"}, .variables = kNoLeakCheck});
   const Ended ended = command.wait();
   EXPECT_EQ(ended.exit_code, 0) << ended.out;
+  EXPECT_TRUE(ended.out.starts_with("ok       version          ")) << ended.out;
   expect_contains(ended.out, "ok       shared memory    memfd works\n");
   EXPECT_TRUE(ended.out.ends_with("lockstep can run here.\n")) << ended.out;
 }
@@ -137,13 +138,16 @@ TEST(DoctorTest, no_room_for_shared_memory) {
 }
 
 TEST(DoctorTest, a_misspelt_variable) {
-  const Report report =
-      examine("", {{"LOCKSTEP_TIMEOT", "3"}, {"LOCKSTEP_MPIX", "x"}, {"LOCKSTEP_HOME", "x"}});
+  const Report report = examine("", {{"LOCKSTEP_TIMEOT", "3"},
+                                     {"LOCKSTEP_MPIX", "x"},
+                                     {"LOCKSTEP_SMID", "x"},
+                                     {"LOCKSTEP_HOME", "x"}});
   EXPECT_EQ(report.exit_code, 0);
   expect_says(report, "variables", "note", "LOCKSTEP_TIMEOT=3",
               "lockstep does not read LOCKSTEP_MPIX: did you mean LOCKSTEP_MPI?");
   expect_says(report, "variables", "note", "LOCKSTEP_TIMEOT=3",
               "lockstep does not read LOCKSTEP_TIMEOT: did you mean LOCKSTEP_TIMEOUT?");
+  expect_says(report, "variables", "note", "LOCKSTEP_SMID=x", "did you mean LOCKSTEP_SIMD?");
   EXPECT_FALSE(contains(report.findings.at("variables").at("advice"), "HOME"));
 }
 

@@ -53,9 +53,7 @@ std::string_view meant_by(std::string_view name) {
       "LOCKSTEP_MPI",   "LOCKSTEP_UCX",     "LOCKSTEP_TUNE",       "LOCKSTEP_SIMD"};
   for (const std::string_view known : kNames) {
     const std::size_t n = distance(name, known);
-    if (n > 0 && n <= (known.size() > std::string_view("LOCKSTEP_12345").size() ? 2U : 1U)) {
-      return known;
-    }
+    if (n > 0 && n <= 2) return known;  // two letters that are exchanged are two
   }
   return {};
 }
