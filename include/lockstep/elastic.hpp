@@ -8,7 +8,7 @@
 #include <lockstep/types.hpp>
 
 /// Going on after a lost rank, under `lockstep run --elastic MIN[:MAX]`: the launcher keeps the
-/// others running and replaces the lost one. Of one host.
+/// others running and replaces the lost one. On one host, or over UCX on several.
 namespace lockstep {
 
 /// A rank that a world has lost.
