@@ -15,7 +15,6 @@ from links import pages
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 130
 FIRST_PAGE = 50  # lines
-UNORDERED_NOTES = ("021",)  # until it is rewritten
 _FENCE = re.compile(r" *(`{3,}|~{3,})")
 _ITEM = re.compile(r"\s*([-*+]|\d+\.) ")
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
@@ -72,7 +71,7 @@ def main() -> int:
         if f"]({note.name})" not in notes:
             errors.append(f"docs/design/README.md does not list {note.name}")
         page = "\n".join(note.read_text().splitlines()[:FIRST_PAGE])
-        if not re.search(r"^\*\*Question.*^\*\*Answer.*^\*\*Rejected", page, re.M | re.S) and note.name[:3] not in UNORDERED_NOTES:
+        if not re.search(r"^\*\*Question.*^\*\*Answer.*^\*\*Rejected", page, re.M | re.S):
             errors.append(f"docs/design/{note.name} does not begin with **Question**, **Answer** and **Rejected**")
     print("\n".join(errors), end="\n" if errors else "")
     return bool(errors)
