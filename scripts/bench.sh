@@ -52,9 +52,13 @@ bench_mpi() {
   scripts/over_mpi.py build/release/bench "$@"
 }
 
-bench_ucx() { # [BLOCKS]
+bench_ucx() { # [--engines] [BLOCKS]
   need "${launcher_packages[@]}" ucx-utils
-  build release over-ucx lockstep_cli >&2
+  build release over-ucx lockstep_cli lockstep_modules >&2
+  if [ "${1:-}" = --engines ]; then
+    need_python && install_python || die "bench: the Python package does not build: see build/python.log"
+    set -- --engines build/venv-python/bin/python "${@:2}"
+  fi
   python3 bench/over_ucx.py build/release "$@"
 }
 
