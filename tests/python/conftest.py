@@ -4,6 +4,7 @@ import os
 import pickle
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -68,6 +69,8 @@ class SharedRanks:
         while running:
             ready = wait(running, WATCHDOG_S)
             if not ready:
+                self.launcher.send_signal(signal.SIGUSR1)  # `lockstep run` forwards it: the ranks print where they are
+                wait(running, 5)
                 return False
             for rank in ready:
                 try:

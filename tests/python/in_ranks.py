@@ -4,6 +4,7 @@ in_ranks.py FILE     runs the task of FILE
 in_ranks.py SOCKET   runs tasks, each in a folder of its own, until the other end closes
 """
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -34,6 +35,7 @@ def leave_world():
 def run_tasks(tasks):
     environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     output, hook = os.dup(1), sys.excepthook
+    faulthandler.register(signal.SIGUSR1)  # of a test that hangs
     while True:
         try:
             folder, port = tasks.recv()

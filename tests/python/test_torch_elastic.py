@@ -221,9 +221,9 @@ def end_when_the_group_is_made():
     n_stores = 0
     broadcast = _objects.broadcast_object_list
 
-    def broadcast_part(part, *arguments):
+    def broadcast_part(part, *arguments, **options):
         nonlocal n_stores
-        broadcast(part, *arguments)
+        broadcast(part, *arguments, **options)
         if isinstance(part[0], str) and PLACE == 0:
             n_stores += 1
             if n_stores == 2:
