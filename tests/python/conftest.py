@@ -1,5 +1,7 @@
 """Ranks are real processes, started by the command that comes with the package."""
 
+import contextlib
+import itertools
 import os
 import pickle
 import runpy
@@ -38,6 +40,20 @@ def elastic_nodes(n_nodes, n, limits):
 WATCHDOG_S = 900 if "libasan" in os.environ.get("LD_PRELOAD", "") else 240
 
 
+PORTS = itertools.cycle(range(1000))
+
+
+def next_port():
+    """Of a store: below those that the kernel gives to connections, among which is rank 1's before rank 0 listens; and no
+    other worker's."""
+    first = 20_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8)
+    while True:
+        port = first + next(PORTS)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return str(port)
+
+
 class SharedRanks:
     """Processes under `lockstep run` that are the ranks of many tests, one after the other, each in a new world: of a test
     of 2 ranks, 4 seconds of 5 are the import of torch.
@@ -60,9 +76,7 @@ class SharedRanks:
 
     def run(self, folder):
         """Whether all ranks of the test in `folder` returned."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = next_port()
         for rank in self.ranks:
             rank.send((str(folder), port))
         running = list(self.ranks)
