@@ -106,9 +106,10 @@ def compare_engines(hosts, build, python, n_blocks):
 def main():
     if sys.argv[1] == '--rank':
         return be_rank(sys.argv[2])
-    build, rest = os.path.abspath(sys.argv[1]), sys.argv[2:]
-    python = rest[1] if rest[:1] == ['--engines'] else None
-    n_blocks = int((rest[2:] if python else rest)[0]) if (rest[2:] if python else rest) else 5
+    build, python, rest = os.path.abspath(sys.argv[1]), None, sys.argv[2:]
+    if rest[:1] == ['--engines']:
+        python, *rest = rest[1:]
+    n_blocks = int(rest[0]) if rest else 5
     blocks = {'UCX': [], 'light': [], 'off': []}
     with tempfile.TemporaryDirectory() as folder:
         hosts = Hosts(2, '10gbit', folder)

@@ -55,8 +55,9 @@ int trace(const std::vector<std::string>& arguments) {
   }
   check_is_replaceable("lockstep trace merge", file);
   if (std::filesystem::exists(file)) {  // it may be an input whose output file was forgotten
-    reject("lockstep trace merge",
-           fmt::format("'{}' exists; the first name is that of the merged trace", file));
+    reject(
+        "lockstep trace merge",
+        fmt::format("'{}' exists; give the name of a new file first, for the merged trace", file));
   }
   std::vector<tracing::Trace> traces;
   for (const std::string& input : inputs) {
