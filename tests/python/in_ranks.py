@@ -27,16 +27,19 @@ def run(path):
 def leave_world():
     import lockstep
 
-    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
-        sys.modules["torch.distributed"].destroy_process_group()
+    if torch_distributed := sys.modules.get("torch.distributed"):
+        if torch_distributed.is_initialized():
+            torch_distributed.destroy_process_group()
+        # Counts an init_process_group that failed, too: the next default group would have another name on that rank only.
+        torch_distributed.distributed_c10d._world.group_count = 0
     lockstep.destroy_dist()
 
 
 def run_tasks(tasks):
     environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     output, hook = os.dup(1), sys.excepthook
-    faulthandler.register(signal.SIGUSR1)  # of a test that hangs
     while True:
+        faulthandler.unregister(signal.SIGUSR1), faulthandler.register(signal.SIGUSR1)  # the test before may have set its own
         try:
             folder, port = tasks.recv()
         except EOFError:
