@@ -2,7 +2,8 @@
 """Whole training steps of 2 ranks, beside what a user would do instead, in one run.
 
 usage: training_steps.py [--json FILE]
-       training_steps.py --layers
+       training_steps.py --layers [--model MODEL]
+       training_steps.py --settings [--model MODEL]
 
 Of each network: lockstep in C++ (bench_training_step over the same PyTorch, where it is built) and in Python,
 PyTorch's DistributedDataParallel over Gloo, whose BatchNorm sees one rank's images, and one process of 2 threads. All
@@ -13,6 +14,8 @@ on 2 ranks of 1 thread as in one process of 2. FILE gets rows for scripts/perfor
 
 --layers: instead, milliseconds of a step: of one process, and of 1 and 2 ranks of 1 thread and half of the batch each, with
 no layer (ranks that know nothing of each other), with SyncBatchNorm, with DistributedDataParallel, and with both.
+
+--settings: instead, images per second in Python of one process and of 2 ranks, in f32, with what a user may set for both.
 
 usage: training_steps.py --rank MODEL TYPE BACKEND STEPS [THREADS|LAYERS]   one of these ranks, in Python
 """
@@ -35,6 +38,17 @@ N_STEPS = {("convnet", "f32"): 400, ("resnet18", "f32"): 6, ("resnet18", "f64"):
 N_SHARDS = "4"
 LAYERS = ("none", "sync", "ddp", "both")
 MOST_F64 = 1e-12
+# What bench/nn/rank.hpp sets in C++: else glibc returns each step's memory, and the next step has page faults.
+KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+# Of the environment, and the layout of images and weights.
+SETTINGS = {
+    "none": {},
+    "glibc keeps memory": KEEPS_MEMORY,
+    "glibc, huge pages": {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    "jemalloc": {"LD_PRELOAD": "libjemalloc.so.2"},
+    "tcmalloc": {"LD_PRELOAD": "libtcmalloc_minimal.so.4"},
+    "channels-last": {"BENCH_CHANNELS_LAST": "1"},
+}
 
 
 def run_rank(model, dtype, backend, n_steps, option):
@@ -61,10 +75,13 @@ def run_rank(model, dtype, backend, n_steps, option):
     labels = torch.randint(10 if is_small else 1000, (N_IMAGES,))
     n_parts = 2 if option in LAYERS else n_ranks
     x, labels = x.chunk(n_parts)[rank].to(kind), labels.chunk(n_parts)[rank]
+    if os.environ.get("BENCH_CHANNELS_LAST"):
+        net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
     if option in ("sync", "both") or (backend == "lockstep" and option not in LAYERS):
         net = lockstep.nn.convert_sync_batchnorm(net)
     if option in ("ddp", "both") or (n_ranks > 1 and option not in LAYERS):
-        net = DistributedDataParallel(net)
+        # The buffers of SyncBatchNorm are equal, and those of BatchNorm do not change the loss.
+        net = DistributedDataParallel(net, gradient_as_bucket_view=True, forward_sync_buffers=False)
     sgd = torch.optim.SGD(net.parameters(), 1e-3)
 
     def step():
@@ -120,13 +137,14 @@ def candidates(model, dtype):
     return found
 
 
-def figures_of(command):
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+def figures_of(command, **variables):
+    env = {**os.environ, **variables}
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout)
 
 
-def measure_layers():
+def measure_layers(models):
     for (model, dtype), n_steps in N_STEPS.items():
-        if dtype == "f64":
+        if dtype == "f64" or model not in models:
             continue
         rank = [model, dtype]
         programs = {"Python": [sys.executable, __file__, "--rank", *rank]}
@@ -143,12 +161,34 @@ def measure_layers():
         times = {key: [] for key in commands}
         for _ in range(N_TURNS):
             for key, command in commands.items():
-                times[key].append(1e3 * N_IMAGES / figures_of(command)["images_per_second"])
+                times[key].append(1e3 * N_IMAGES / figures_of(command, **KEEPS_MEMORY)["images_per_second"])
         print(f"\n{model + ' ' + dtype + ', ms':24}" + "".join(f"{language:>24}" for language in programs))
         for name in dict.fromkeys(name for _, name in commands):
             cells = [times[language, name] for language in programs]
             shown = (f"{statistics.median(cell):.2f} ({min(cell):.2f} to {max(cell):.2f})" for cell in cells)
             print(f"{name:24}" + "".join(f"{text:>24}" for text in shown), flush=True)
+
+
+def measure_settings(models):
+    for model, dtype in N_STEPS:
+        if dtype != "f32" or model not in models:
+            continue
+        n_steps = str(N_STEPS[model, dtype])
+        python = ["--", sys.executable, __file__, "--rank", model, dtype]
+        commands = {
+            "1 process": [LOCKSTEP, "run", "-n", "1", *python, "none", n_steps, "2"],
+            "2 ranks": [LOCKSTEP, "run", "-n", "2", *python, "lockstep", n_steps],
+            "2 ranks, bound": [LOCKSTEP, "run", "-n", "2", "--bind", "core", *python, "lockstep", n_steps],
+        }
+        rates = {(name, of): [] for name in SETTINGS for of in commands}
+        for _ in range(N_TURNS):
+            for name, of in rates:
+                rates[name, of].append(figures_of(commands[of], **SETTINGS[name])["images_per_second"])
+        print(f"\n{model + ' ' + dtype + ', images/s':24}" + "".join(f"{of:>28}" for of in commands))
+        for name in SETTINGS:
+            cells = [rates[name, of] for of in commands]
+            shown = (f"{statistics.median(cell):.1f} ({min(cell):.1f} to {max(cell):.1f})" for cell in cells)
+            print(f"{name:24}" + "".join(f"{text:>28}" for text in shown), flush=True)
 
 
 def main():
@@ -158,9 +198,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", help="file for the rows")
     parser.add_argument("--layers", action="store_true", help="what each layer adds to a step")
+    parser.add_argument("--settings", action="store_true", help="what allocators, pages, binding and layout change")
+    parser.add_argument("--model", choices=sorted({model for model, _ in N_STEPS}), help="of --layers and --settings, only this")
     options = parser.parse_args()
+    models = [options.model] if options.model else [model for model, _ in N_STEPS]
+    if options.settings:
+        return measure_settings(models)
     if options.layers:
-        return measure_layers()
+        return measure_layers(models)
     rows = []
     for model, dtype in N_STEPS:
         print(f"\n{model + ' ' + dtype:24}{'images/s':>10}{'least':>10}{'most':>10}   loss differs by")
@@ -168,7 +213,7 @@ def main():
         turns = {name: [] for name in found}
         for _ in range(N_TURNS):
             for name, (command, _) in found.items():
-                turns[name].append(figures_of(command))
+                turns[name].append(figures_of(command, **KEEPS_MEMORY))
         rates = {name: [turn["images_per_second"] for turn in of_name] for name, of_name in turns.items()}
         losses = {name: of_name[0]["loss"] for name, of_name in turns.items()}
         differences = {name: abs(losses[name] - losses[alone]) for name, (_, alone) in found.items()}

@@ -40,7 +40,10 @@ bench_python() { # FILE of bench/ ARGUMENT...
   install_python || die "bench: the Python package does not build"
   case $1 in
     elastic.py) build release lockstep_cli lockstep-train bench_elastic_state ;;
-    training_steps.py) build_bench_of_torch bench_training_step ;;
+    training_steps.py)
+      build_bench_of_torch bench_training_step
+      [[ " $* " != *" --settings "* ]] || need libjemalloc2 libtcmalloc-minimal4
+      ;;
   esac
   build/venv-python/bin/python "bench/$1" "${@:2}"
 }
