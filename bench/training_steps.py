@@ -9,13 +9,13 @@ Of each network: lockstep in C++ (bench_training_step over the same PyTorch, whe
 PyTorch's DistributedDataParallel over Gloo, whose BatchNorm sees one rank's images, and one process of 2 threads. All
 take turns, with a batch of 32 images in all. Prints images per second, the median of the turns, and by how much the
 loss of the last step differs from that of the one process, which has the whole batch. The scale of that is by how much
-one process of 1 thread differs from one of 2. In shards, C++ only, the loss and all parameters must have the same bits
-on 2 ranks of 1 thread as in one process of 2. FILE gets rows for scripts/performance.py.
+one process of 1 thread differs from one of 2. In shards of 1 thread each, C++ only, the loss and all parameters must have
+the same bits on 2 ranks as in one process. FILE gets rows for scripts/performance.py.
 
 --layers: instead, milliseconds of a step: of one process, and of 1 and 2 ranks of 1 thread and half of the batch each, with
 no layer (ranks that know nothing of each other), with SyncBatchNorm, with DistributedDataParallel, and with both.
 
---settings: instead, images per second in Python of one process and of 2 ranks, in f32, with what a user may set for both.
+--settings: instead, images per second in Python, in f32, of one process and of 2 ranks, with each of SETTINGS.
 
 usage: training_steps.py --rank MODEL TYPE BACKEND STEPS [THREADS|LAYERS]   one of these ranks, in Python
 """
@@ -133,7 +133,7 @@ def candidates(model, dtype):
         found["1 thread, C++"] = ([*alone, *program, "1", n_steps], "1 process, C++")
         if dtype != "bf16":
             found["lockstep, C++, shards"] = ([*ranks, *program, "1", n_steps, N_SHARDS], "1 process, C++, shards")
-            found["1 process, C++, shards"] = ([*alone, *program, "2", n_steps, N_SHARDS], "1 process, C++, shards")
+            found["1 process, C++, shards"] = ([*alone, *program, "1", n_steps, N_SHARDS], "1 process, C++, shards")
     return found
 
 

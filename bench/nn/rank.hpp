@@ -10,7 +10,8 @@
 
 namespace lockstep::bench {
 
-/// Joins the world, with one thread on the core of this rank's local number, or with more on any.
+/// Joins the world, with one thread on the core of this rank's local number, or with more on any; a
+/// rank alone on its host on any.
 inline void init_rank(int n_threads = 1) {
   init_dist();
   torch::set_num_threads(n_threads);
@@ -19,7 +20,7 @@ inline void init_rank(int n_threads = 1) {
   if (::mallopt(M_MMAP_THRESHOLD, 32 << 20) == 0 || ::mallopt(M_TRIM_THRESHOLD, 1 << 30) == 0) {
     throw std::runtime_error("mallopt refuses its limits: the figures would hold page faults");
   }
-  if (n_threads == 1) bind_to_core_of(get_local_rank());
+  if (n_threads == 1 && get_local_size() > 1) bind_to_core_of(get_local_rank());
 }
 
 }  // namespace lockstep::bench
