@@ -397,7 +397,7 @@ def picture_of(table, title, path):
     script = ["set terminal svg size 720,420 background rgb 'white' font 'sans-serif,16' noenhanced",
               f'set output "{path}"', 'set logscale x', 'set logscale y', 'set grid',
               "set ylabel 'median of a call, microseconds'", "set xlabel 'size of the message'",
-              f'set xtics ({ticks})', "set format y '%g'", 'set key bottom right',
+              f'set xtics ({ticks})', "set format y '%g'", 'set key top left',
               'set title "' + title.replace('`', '') + '" noenhanced']
     plots, data = [], []
     for i, (name, sizes) in enumerate(table.items()):
