@@ -41,8 +41,10 @@ bench_python() { # FILE of bench/ ARGUMENT...
   case $1 in
     elastic.py) build release lockstep_cli lockstep-train bench_elastic_state ;;
     training_steps.py)
-      build_bench_of_torch bench_training_step
-      [[ " $* " != *" --settings "* ]] || need libjemalloc2 libtcmalloc-minimal4
+      case " $* " in
+        *' --settings '*) need libjemalloc2 libtcmalloc-minimal4 ;;
+        *) build_bench_of_torch bench_training_step ;;
+      esac
       ;;
   esac
   build/venv-python/bin/python "bench/$1" "${@:2}"

@@ -85,7 +85,8 @@ def sizes_of(goal, run):
             continue
         placement, times = times_of(goal, row['p50_us'])
         where = '' if operation == 'barrier' else f"at {bytes_text(row['bytes'])}"
-        yield where + (f', {placement}' if placement not in (None, goal.get('placement', PLACEMENTS[0])) else ''), times
+        other = placement if placement != goal.get('placement', PLACEMENTS[0]) else None
+        yield ', '.join(filter(None, (where, other))), times
 
 
 def limits_of(goal, run):

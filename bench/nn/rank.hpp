@@ -10,8 +10,8 @@
 
 namespace lockstep::bench {
 
-/// Joins the world, with one thread on the core of this rank's local number, or with more on any; a
-/// rank alone on its host on any.
+/// Joins the world. A rank of one thread is bound to the core of its local number if there are
+/// others on its host.
 inline void init_rank(int n_threads = 1) {
   init_dist();
   torch::set_num_threads(n_threads);

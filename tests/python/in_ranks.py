@@ -30,7 +30,7 @@ def leave_world():
     if torch_distributed := sys.modules.get("torch.distributed"):
         if torch_distributed.is_initialized():
             torch_distributed.destroy_process_group()
-        # Counts an init_process_group that failed, too: the next default group would have another name on that rank only.
+        # It also counts an init_process_group that failed: the next default group would have another name on that rank only.
         torch_distributed.distributed_c10d._world.group_count = 0
     lockstep.destroy_dist()
 
