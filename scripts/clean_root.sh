@@ -192,7 +192,7 @@ way_pip() {
   # The PyTorch of the package index takes several GB.
   [ -z "${RELEASE:-}" ] && compgen -G "$found/torch-*.whl" >/dev/null || return 0
   run 'apt-get install -y --no-install-recommends libcereal-dev nlohmann-json3-dev' &&
-    run 'source scripts/packages.conf && pip install "$venv_torch" numpy && pip install ./python/torch' &&
+    run 'source scripts/packages.conf && pip install "$venv_torch" numpy && pip install . ./python/torch' &&
     run 'lockstep run -n 2 -- python examples/python/train.py --epochs 1' || return
   grep -q '^epoch 1: ' "$log" || fail train.py
 }
