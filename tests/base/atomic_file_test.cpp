@@ -16,6 +16,7 @@
 #include <system_error>
 
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::base {
 namespace {
@@ -35,13 +36,7 @@ int error_of(F f) {
 
 class AtomicFileTest : public testing::Test {
  protected:
-  void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "lockstep-whole-XXXXXX").string();
-    folder_ = ::mkdtemp(name.data());
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::string path(const std::string& name) const { return folder_ / name; }
   std::string contents(const std::string& name) const {
     std::ifstream file(path(name), std::ios::binary);
     return {std::istreambuf_iterator<char>(file), {}};
@@ -56,10 +51,10 @@ class AtomicFileTest : public testing::Test {
     file.write("new");
     file.commit();
   }
-  auto n_files() const { return std::distance(fs::directory_iterator(folder_), {}); }
+  auto n_files() const { return std::distance(fs::directory_iterator(folder_.path()), {}); }
 
  private:
-  fs::path folder_;
+  test::TemporaryFolder folder_;
 };
 
 TEST_F(AtomicFileTest, visible_after_commit) {

@@ -1,7 +1,6 @@
 #include "base/memory.hpp"
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <climits>
 #include <cstdint>
@@ -10,6 +9,7 @@
 #include <string>
 
 #include "base/cpus.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::base {
 namespace {
@@ -20,11 +20,8 @@ namespace fs = std::filesystem;
 class AvailableMemoryTest : public testing::Test {
  protected:
   void SetUp() override {
-    std::string name = (fs::temp_directory_path() / "lockstep-memory-XXXXXX").string();
-    root_ = ::mkdtemp(name.data());
     put("/proc/meminfo", "MemTotal: 8000 kB\nMemFree: 100 kB\nMemAvailable:    4000 kB\n");
   }
-  void TearDown() override { fs::remove_all(root_); }
 
   void put(const std::string& path, const std::string& text) const {
     fs::create_directories((root_ / path.substr(1)).parent_path());
@@ -34,7 +31,8 @@ class AvailableMemoryTest : public testing::Test {
   int quota() const { return cpu_quota(root_.string()); }
 
  private:
-  fs::path root_;
+  const test::TemporaryFolder folder_;
+  const fs::path root_ = folder_.path();
 };
 
 constexpr std::size_t kMachine = std::size_t{4000} * 1024;

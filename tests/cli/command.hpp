@@ -109,20 +109,6 @@ inline std::string write_pid(const std::string& file) {
 std::vector<std::string> lines_of(const std::string& text);
 std::vector<std::string> sorted_lines_of(const std::string& text);
 
-/// A folder of its own, gone at the end.
-class TemporaryFolder {
- public:
-  TemporaryFolder();
-  ~TemporaryFolder();
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
-
 std::string contents_of(const std::string& path);
 
 }  // namespace lockstep::test

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cli/command.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {

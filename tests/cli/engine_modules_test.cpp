@@ -15,6 +15,7 @@
 #include "cli/command.hpp"
 #include "cli/intel_mpi.hpp"
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {

@@ -11,6 +11,7 @@
 #include "support/expect.hpp"
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
+#include "support/temporary_folder.hpp"
 
 // Machines of two ranks each, started by the real mpirun of both MPIs: MPI between them. A script
 // stands for ssh.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/temporary_folder.hpp"
 
 // init_dist after destroy_dist, under `lockstep run`.
 namespace lockstep::test {

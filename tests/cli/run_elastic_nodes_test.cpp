@@ -10,6 +10,7 @@
 
 #include "cli/command.hpp"
 #include "cli/nodes.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 // `lockstep run --elastic` over several nodes, here launchers on loopback with UCX between their

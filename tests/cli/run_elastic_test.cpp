@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/temporary_folder.hpp"
 
 // `lockstep run --elastic`, and regroup() in its ranks.
 namespace lockstep::test {

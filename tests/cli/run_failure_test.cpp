@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::test {

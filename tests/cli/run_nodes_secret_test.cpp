@@ -17,6 +17,7 @@
 #include "cli/command.hpp"
 #include "cli/nodes.hpp"
 #include "run/node_message.hpp"
+#include "support/temporary_folder.hpp"
 
 // The secret of `lockstep run --rdzv-secret`, and somebody on the network who wants to join.
 namespace lockstep::test {

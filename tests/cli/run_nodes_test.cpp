@@ -18,6 +18,7 @@
 #include "cli/command.hpp"
 #include "cli/nodes.hpp"
 #include "support/namespaces.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 // Several machines: each `lockstep run` is a node. Here they are processes on loopback, or in

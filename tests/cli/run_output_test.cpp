@@ -12,6 +12,7 @@
 
 #include "cli/command.hpp"
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::test {

@@ -5,6 +5,7 @@
 
 #include "cli/command.hpp"
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {

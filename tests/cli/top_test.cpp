@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {

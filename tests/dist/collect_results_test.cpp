@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #include <csignal>
 #include <filesystem>
@@ -12,6 +11,7 @@
 #include "dist/fragile.hpp"
 #include "dist/settings.hpp"
 #include "support/seccomp.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -21,15 +21,7 @@ namespace fs = std::filesystem;
 /// A directory of this test, with somebody's file in it.
 class Directory {
  public:
-  Directory() {
-    std::string name = (fs::temp_directory_path() / "lockstep_collect_XXXXXX").native();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no temporary directory");
-    path = name;
-    std::ofstream(path / "somebody's") << "kept";
-  }
-  ~Directory() { fs::remove_all(path); }
-  Directory(const Directory&) = delete;
-  Directory& operator=(const Directory&) = delete;
+  Directory() { std::ofstream(path / "somebody's") << "kept"; }
 
   /// As it was made?
   bool is_untouched() const {
@@ -37,7 +29,11 @@ class Directory {
            std::distance(fs::directory_iterator(path), fs::directory_iterator()) == 1;
   }
 
-  fs::path path;
+ private:
+  TemporaryFolder folder_;
+
+ public:
+  const fs::path path = folder_.path();
 };
 
 struct Case {

@@ -14,6 +14,8 @@
 
 #include <fmt/format.h>
 
+#include "support/temporary_folder.hpp"
+
 namespace lockstep {
 namespace diagnostics_test {
 namespace {
@@ -212,19 +214,14 @@ class DiagnosticsTest : public testing::Test {
 #if !defined(__GNUC__) || defined(__clang__)
     GTEST_SKIP() << "reads GCC's messages";
 #endif
-    std::string dir = (std::filesystem::temp_directory_path() / "lockstep-XXXXXX").string();
-    ASSERT_NE(::mkdtemp(dir.data()), nullptr);
-    dir_ = dir;
     for (const Header& header : kHeaders) {
       std::filesystem::create_directories((dir_ / header.path).parent_path());
       std::ofstream(dir_ / header.path) << "#pragma once\n" << header.text;
     }
   }
-  void TearDown() override {
-    if (!dir_.empty()) std::filesystem::remove_all(dir_);
-  }
 
-  std::filesystem::path dir_;
+  const test::TemporaryFolder folder_;
+  const std::filesystem::path dir_ = folder_.path();
 };
 
 /// An instantiation's trail stands before its error, so an error begins at the first line after the

@@ -3,7 +3,6 @@
 // of one or two, whatever engine carries it; an engine joins by a line in `settings`.
 
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "dist/settings.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -176,21 +176,18 @@ TEST_P(MmengineCases, collect_results) {
     EXPECT_EQ(json(*all), json::parse(is_pair ? R"(["foo", 24, {"1": 2}, {"a": "b"}])"
                                               : R"(["foo", {"1": 2}])"));
   };
-  const std::filesystem::path folder =
-      std::filesystem::temp_directory_path() / ("lockstep-cases-" + std::to_string(getpid()));
-  std::filesystem::create_directory(folder);
+  const test::TemporaryFolder folder;
   run([&](int rank, bool is_pair) {
     const std::vector<json> mine = rank == 0 ? std::vector<json>{"foo", json{{"1", 2}}}
                                              : std::vector<json>{24, json{{"a", "b"}}};
     const std::size_t size = is_pair ? 4 : 2;
     check(lockstep::collect_results(mine, size), rank, is_pair);
-    std::string common = folder;  // where mpirun started the ranks, each has made one
+    std::string common = folder.path();  // where mpirun started the ranks, each has made one
     lockstep::broadcast_object(common);
     check(lockstep::collect_results(mine, size, common), rank, is_pair);
     lockstep::barrier();
   });
-  EXPECT_TRUE(std::filesystem::is_directory(folder)) << "the user's folder is gone";
-  std::filesystem::remove_all(folder);
+  EXPECT_TRUE(std::filesystem::is_directory(folder.path())) << "the user's folder is gone";
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "base/version.hpp"
 #include "engines/shared/segment/segment.hpp"
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::shared {
 namespace {
@@ -61,8 +62,8 @@ TEST(SegmentVersionTest, the_same_version_attaches) {
 /// The number that CMake computes if layout.hpp has `after` in place of `before`.
 std::string layout_version_with(const std::string& before, const std::string& after) {
   namespace fs = std::filesystem;
-  std::string root = (fs::temp_directory_path() / "lockstep-XXXXXX").string();
-  if (::mkdtemp(root.data()) == nullptr) return "no folder";
+  const test::TemporaryFolder folder;
+  const std::string& root = folder.path();
   fs::copy(LOCKSTEP_SOURCE "/src", root + "/src", fs::copy_options::recursive);
   const std::string layout = root + "/src/engines/shared/segment/layout.hpp";
   std::ostringstream text;
@@ -77,7 +78,6 @@ std::string layout_version_with(const std::string& before, const std::string& af
   EXPECT_EQ(std::system(("'" LOCKSTEP_CMAKE "' -P " + root + "/print.cmake").c_str()), 0);
   std::string number;
   std::ifstream(root + "/number") >> number;
-  fs::remove_all(root);
   return number;
 }
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "temporary_directory.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace train {
 namespace {
@@ -73,7 +73,7 @@ class DataTest : public testing::Test {
     }
   }
 
-  TemporaryDirectory directory_;
+  lockstep::test::TemporaryFolder directory_;
 };
 
 TEST_F(DataTest, reads_plain_files) {
@@ -135,8 +135,8 @@ TEST_F(DataTest, absent_directory) {
 }
 
 TEST_F(DataTest, directory_without_images) {
-  const TemporaryDirectory empty;
-  expect_error_at(empty.path(), {empty.path().string(), "train-images-idx3-ubyte"});
+  const lockstep::test::TemporaryFolder empty;
+  expect_error_at(empty.path(), {empty.path(), "train-images-idx3-ubyte"});
 }
 
 TEST_F(DataTest, unreadable_file) {

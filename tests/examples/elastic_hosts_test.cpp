@@ -27,6 +27,7 @@
 #include "cli/command.hpp"
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/temporary_folder.hpp"
 
 // run_elastic over ranks that end: the numbers of one rank that nothing disturbs.
 namespace lockstep::test {

@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
-#include "temporary_directory.hpp"
 #include "train/data.hpp"
 #include "train/train.hpp"
 
@@ -113,7 +113,7 @@ class RecoveryTest : public testing::Test {
   /// lockstep-train. `on_line` gets each line of the metrics as it comes.
   Training train(const std::string& name, const std::string& launch, const std::string& flags,
                  const OnLine& on_line) {
-    const std::string base = (directory_ / name).string();
+    const std::string base = directory_ / name;
     Metrics metrics(base + ".jsonl");
     // Each rank notes its process's number, then becomes the training.
     const std::string command =
@@ -184,7 +184,7 @@ class RecoveryTest : public testing::Test {
   /// Of four ranks one is killed in the first epoch, and one at its end, which is replaced.
   void kill_two_of_four(const std::string& flags);
 
-  TemporaryDirectory directory_;
+  lockstep::test::TemporaryFolder directory_;
 };
 
 TEST_F(RecoveryTest, kill_9_in_an_epoch_changes_nothing) {

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "temporary_directory.hpp"
+#include "support/temporary_folder.hpp"
 #include "train/data.hpp"
 #include "train/report.hpp"
 
@@ -85,7 +85,7 @@ class TrainTest : public testing::Test {
     }
   }
 
-  TemporaryDirectory directory_;
+  lockstep::test::TemporaryFolder directory_;
 };
 
 TEST_F(TrainTest, learns_the_digits) {
@@ -136,7 +136,7 @@ TEST_F(TrainTest, data_parallel_2_on_2_ranks_is_one_replica) {
 TEST_F(TrainTest, replicas_example_says_the_numbers_are_the_same) {
   const std::string command = std::string(LOCKSTEP_REPLICAS) + " " + LOCKSTEP_TRAIN +
                               " --max-steps 20 --data " + LOCKSTEP_DIGITS + " > " +
-                              (directory_ / "output").string();
+                              directory_ / "output";
   const int status = std::system(command.c_str());
   ASSERT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0);
@@ -176,8 +176,7 @@ TEST_F(TrainTest, sync_bn_on_3_processes_is_one_rank) {
 
 TEST_F(TrainTest, wrong_file_ends_every_process_before_it_joins) {
   const std::string command = std::string(LOCKSTEP_CLI) + " run -n 3 -- " + LOCKSTEP_TRAIN +
-                              " --data " + (directory_ / "nowhere").string() + " 2> " +
-                              (directory_ / "errors").string();
+                              " --data " + directory_ / "nowhere" + " 2> " + directory_ / "errors";
   const int status = std::system(command.c_str());
   ASSERT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 1);
@@ -301,7 +300,7 @@ TEST_F(TrainTest, save_leaves_only_the_checkpoint) {
   std::filesystem::create_directory(directory_ / "taken");
   options.save = directory_ / "taken";
   expect_error<lockstep::UsageError>(options, "taken");
-  options.save = directory_ / "nowhere" / "one.pt";  // found before the first step
+  options.save = directory_ / "nowhere/one.pt";  // found before the first step
   expect_error<lockstep::UsageError>(options, "nowhere");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(directory_.path()), {}), 2);
 }
@@ -361,7 +360,7 @@ TEST_F(TrainTest, metrics_are_json_lines) {
 TEST_F(TrainTest, metrics_that_cannot_be_written) {
   Options options = small_options();
   options.max_steps = 1;
-  options.metrics = directory_ / "nowhere" / "metrics.jsonl";
+  options.metrics = directory_ / "nowhere/metrics.jsonl";
   expect_error<std::system_error>(options, "nowhere/metrics.jsonl: No such file");
   options.metrics = "/dev/full";
   expect_error<std::system_error>(options, "cannot write /dev/full");
@@ -375,7 +374,7 @@ TEST(ProgressTest, bar_fills_up) {
 
 TEST_F(TrainTest, options_that_mean_nothing_are_rejected) {
   const auto text_of = [&](const std::string& options) {
-    const auto file = (directory_ / "errors").string();
+    const auto file = directory_ / "errors";
     const std::string command = std::string(LOCKSTEP_TRAIN) + " " + options + " >" + file + " 2>&1";
     const int status = std::system(command.c_str());
     EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 2) << options;

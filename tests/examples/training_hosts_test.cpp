@@ -14,6 +14,7 @@
 #include "cli/command.hpp"
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 #include "train/data.hpp"
 #include "train/train.hpp"

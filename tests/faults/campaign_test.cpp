@@ -28,6 +28,7 @@
 #include "faults/campaign_trials.hpp"
 #include "faults/memory_group.hpp"
 #include "support/namespaces.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {

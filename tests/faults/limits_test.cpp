@@ -34,6 +34,7 @@
 #include "faults/memory_group.hpp"
 #include "support/expect.hpp"
 #include "support/seccomp.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::test {

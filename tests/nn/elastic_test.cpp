@@ -18,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "support/temporary_folder.hpp"
+
 // The parts of run_elastic that need no launcher; tests/examples has the others.
 namespace lockstep::nn {
 namespace {
@@ -177,8 +179,8 @@ TEST(ElasticStateTest, a_parameter_that_only_the_program_changes_is_listed) {
 }
 
 TEST(ElasticStateTest, a_file_resumes_with_everything) {
-  const std::string path = ::testing::TempDir() + "elastic_state.pt";
-  std::filesystem::remove(path);
+  const test::TemporaryFolder folder;
+  const std::string path = folder / "state.pt";
   run_ranks(2, [&](int rank) {
     const auto train = [&](std::size_t n_epochs, std::size_t global_batch = 2) {
       torch::nn::Linear layer(2, 1);
@@ -215,7 +217,6 @@ TEST(ElasticStateTest, a_file_resumes_with_everything) {
     barrier();
     EXPECT_THROW(train(5), UsageError);
   });
-  std::filesystem::remove(path);
 }
 
 TEST(ElasticStateTest, shares_of_different_sizes_count_as_one_batch) {

@@ -16,6 +16,7 @@
 #include "support/expect.hpp"
 #include "support/hosts.hpp"
 #include "support/namespaces.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 // Machines of two ranks each, started by `lockstep run --nnodes`: Gloo between them.

@@ -2,13 +2,11 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 #include <torch/torch.h>
 #include <lockstep/dist.hpp>
 #include <lockstep/error.hpp>
 #include <lockstep/nn.hpp>
 
-#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
@@ -17,6 +15,7 @@
 
 #include "helpers.hpp"
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::nn {
 namespace {
@@ -304,25 +303,9 @@ TEST(LayoutsTest, of_buffers_in_sync) {
   });
 }
 
-/// A file's name in a folder that is gone afterwards.
-class SavedFile {
- public:
-  SavedFile() {
-    std::string name = (std::filesystem::temp_directory_path() / "layouts-XXXXXX").string();
-    folder_ = ::mkdtemp(name.data());
-  }
-  ~SavedFile() { std::filesystem::remove_all(folder_); }
-  SavedFile(const SavedFile&) = delete;
-  SavedFile& operator=(const SavedFile&) = delete;
-  std::string path() const { return folder_ / "saved.pt"; }
-
- private:
-  std::filesystem::path folder_;
-};
-
 TEST(LayoutsTest, of_checkpoints) {
-  const SavedFile file;
-  const std::string path = file.path();
+  const test::TemporaryFolder folder;
+  const std::string path = folder / "saved.pt";
   on_ranks(2, [&](int rank) {
     for_each_case(rank, [&](const Case& c) {
       Holder saved(c.mine()), loaded(at::ones_like(c.own())), other(c.mine());
@@ -343,7 +326,7 @@ TEST(LayoutsTest, of_checkpoints) {
 }
 
 TEST(LayoutsTest, of_an_optimizers_state) {
-  const SavedFile file;
+  const test::TemporaryFolder folder;
   on_ranks(2, [&](int rank) {
     const Tensor values = numbers(0, at::kComplexDouble);
     struct Training {
@@ -355,7 +338,7 @@ TEST(LayoutsTest, of_an_optimizers_state) {
     training.weight.mutable_grad() = rank == 0 ? values.conj() : physical_conj(values);
     training.optimizer.step();
     assert_in_sync(training.net, training.optimizer);
-    const std::string path = file.path();
+    const std::string path = folder / "saved.pt";
     save_training(path, {training.net, training.optimizer});
     load_training(path, {loaded.net, loaded.optimizer});
     loaded.weight.mutable_grad() = at::zeros_like(values);

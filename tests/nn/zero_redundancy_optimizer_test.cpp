@@ -6,7 +6,6 @@
 #include <lockstep/nn.hpp>
 
 #include <algorithm>
-#include <filesystem>
 #include <functional>
 #include <initializer_list>
 #include <memory>
@@ -18,6 +17,7 @@
 
 #include "helpers.hpp"
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::nn {
 namespace zero_redundancy_optimizer_test {
@@ -177,15 +177,10 @@ TEST_P(KindTest, keeps_its_part_of_the_state) {
   }
 }
 
-std::string new_path(const std::string& name) {
-  const auto path = std::filesystem::path(::testing::TempDir()) / ("zero_" + name + ".pt");
-  std::filesystem::remove(path);
-  return path;
-}
-
 /// A file of `from` ranks goes on with `to`; 0: the plain optimizer.
 void expect_resumes(const Kind& kind, int from, int to, const std::vector<Tensor>& expected) {
-  const std::string path = new_path(kind.name);
+  const test::TemporaryFolder folder;
+  const std::string path = folder / "saved.pt";
   const auto run = [&](int n, const auto& body) {
     on_ranks(std::max(n, 1), [&](int /*rank*/) {
       const std::vector<Tensor> mine = parameters();
@@ -404,7 +399,8 @@ TEST(ZeroRedundancyOptimizerTest, save_needs_consolidate) {
 }
 
 TEST(ZeroRedundancyOptimizerTest, a_file_that_does_not_load_changes_nothing) {
-  const std::string path = new_path("other");
+  const test::TemporaryFolder folder;
+  const std::string path = folder / "saved.pt";
   on_ranks(1, [&](int /*rank*/) {
     const auto all = parameters();
     Adam adam(all, AdamOptions(0.5));

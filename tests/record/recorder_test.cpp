@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <atomic>
 #include <filesystem>
@@ -12,25 +11,12 @@
 #include <thread>
 #include <vector>
 
+#include "support/temporary_folder.hpp"
+
 namespace lockstep::internal {
 namespace {
 
 namespace fs = std::filesystem;
-
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    std::string name = (fs::temp_directory_path() / "lockstep-XXXXXX").string();
-    path_ = ::mkdtemp(name.data());
-  }
-  ~TemporaryFolder() { fs::remove_all(path_); }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
-};
 
 Call call_of(std::uint64_t sequence, Op op = Op::all_reduce) {
   return {.op = op,
@@ -164,9 +150,9 @@ TEST(RecorderTest, more_groups_and_places_than_there_is_room_for) {
 }
 
 TEST(RecorderTest, written_once_atomically) {
-  const TemporaryFolder folder;
+  const test::TemporaryFolder folder;
   const auto recorder = Recorder::in_process(/*rank=*/3, /*world_size=*/8);
-  recorder->write_to(folder.path().string());
+  recorder->write_to(folder.path());
   GroupRecorder track(recorder, "world", 3, 8, false);
   Call call = call_of(1, Op::broadcast);
   call.root = 2;
@@ -178,7 +164,7 @@ TEST(RecorderTest, written_once_atomically) {
     names.push_back(entry.path().filename().string());
   }
   ASSERT_EQ(names, std::vector<std::string>{"rank-3.json"});
-  std::ifstream file(folder.path() / names[0]);
+  std::ifstream file(folder / names[0]);
   const auto json = nlohmann::json::parse(file);
   EXPECT_EQ(json["lockstep_record"], 1);
   EXPECT_EQ(json["rank"], 3);

@@ -28,6 +28,7 @@
 #include "support/allocations.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::internal {
@@ -39,15 +40,8 @@ using Kind = TraceEvent::Kind;
 /// A folder that LOCKSTEP_TRACE names.
 class TraceTest : public testing::Test {
  protected:
-  TraceTest() {
-    std::string name = (fs::temp_directory_path() / "lockstep-XXXXXX").string();
-    path_ = ::mkdtemp(name.data());
-    ::setenv("LOCKSTEP_TRACE", path_.c_str(), 1);
-  }
-  ~TraceTest() override {
-    ::unsetenv("LOCKSTEP_TRACE");
-    fs::remove_all(path_);
-  }
+  TraceTest() { ::setenv("LOCKSTEP_TRACE", path_.c_str(), 1); }
+  ~TraceTest() override { ::unsetenv("LOCKSTEP_TRACE"); }
 
   /// What one rank left.
   std::shared_ptr<const TraceFile> file_of(int rank) const {
@@ -74,7 +68,8 @@ class TraceTest : public testing::Test {
     return {event.text.data(), ::strnlen(event.text.data(), event.text.size())};
   }
 
-  fs::path path_;
+  const test::TemporaryFolder folder_;
+  const fs::path path_ = folder_.path();
 };
 
 void add() {

@@ -11,6 +11,7 @@
 #include <ostream>
 
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::test {

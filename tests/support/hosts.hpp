@@ -8,6 +8,7 @@
 
 #include "cli/command.hpp"
 #include "support/namespaces.hpp"
+#include "support/temporary_folder.hpp"
 
 // Jobs of some ranks on each of several machines, which are network namespaces.
 namespace lockstep::test {

@@ -16,6 +16,7 @@
 
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep {
 namespace default_group_test {
@@ -278,9 +279,8 @@ TEST(DefaultGroupTest, asynchronous_calls_of_a_slow_peer_end_before_the_program_
 // --- forks ---------------------------------------------------------------------------------------
 
 TEST(DefaultGroupTest, fork_is_not_a_rank) {
-  std::string dir = (std::filesystem::temp_directory_path() / "lockstep-fork-XXXXXX").string();
-  ASSERT_NE(::mkdtemp(dir.data()), nullptr);
-  ::setenv("LOCKSTEP_RECORD_DIR", dir.c_str(), 1);
+  const test::TemporaryFolder folder;
+  ::setenv("LOCKSTEP_RECORD_DIR", folder.path().c_str(), 1);
   expect_all_zero(test::run_processes(2, [] {
     const Group mine = default_group().duplicate();
     const Group posted = default_group().duplicate();
@@ -316,8 +316,7 @@ TEST(DefaultGroupTest, fork_is_not_a_rank) {
     barrier();
   }));
   ::unsetenv("LOCKSTEP_RECORD_DIR");
-  EXPECT_TRUE(std::filesystem::is_empty(dir));
-  std::filesystem::remove_all(dir);
+  EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
 TEST(DefaultGroupTest, a_fork_of_a_process_with_rank_threads_has_none) {

@@ -20,6 +20,7 @@
 #include "engines/shared/bootstrap/job.hpp"
 #include "support/expect.hpp"
 #include "support/ranks.hpp"
+#include "support/temporary_folder.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::internal {
@@ -29,12 +30,6 @@ namespace fs = std::filesystem;
 
 class ElasticFileTest : public testing::Test {
  protected:
-  ElasticFileTest() {
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-  }
-  ~ElasticFileTest() override { fs::remove_all(folder_); }
-
   /// This process, a fork, becomes the only rank of the job's newest world.
   static void join(const shared::Job& job) {
     for (const char* name : {"RANK", "LOCAL_RANK"}) ::setenv(name, "0", 1);
@@ -65,11 +60,13 @@ class ElasticFileTest : public testing::Test {
   }
   std::set<std::string> files() const {
     std::set<std::string> names;
-    for (const auto& entry : fs::directory_iterator(folder_)) names.insert(entry.path().filename());
+    for (const auto& entry : fs::directory_iterator(folder_.path())) {
+      names.insert(entry.path().filename());
+    }
     return names;
   }
 
-  const fs::path folder_ = fs::path(testing::TempDir()) / "elastic_file_test";
+  const test::TemporaryFolder folder_;
   const std::string path_ = folder_ / "state";
 };
 
