@@ -26,7 +26,7 @@ TYPE_BYTES = {'I1': 1, 'I8': 1, 'I16': 2, 'I32': 4, 'I64': 8, 'I128': 16, 'F32':
 # cache than those we measured: their chunks.
 VALGRIND = ['taskset', '-c', str(min(os.sched_getaffinity(0))), 'valgrind', '--fair-sched=yes']
 ENVIRONMENT = {**os.environ, 'GLIBC_TUNABLES': 'glibc.cpu.x86_rep_movsb_threshold=1000000000',
-               'LOCKSTEP_TUNE': 'chunk=65536'}
+               'LOCKSTEP_TUNE': 'inline=248,chunk=65536'}
 
 
 def size(n_bytes):

@@ -44,8 +44,8 @@ struct Env {
   /// TimeoutError; the shared engine compares as for light, because that costs nothing there. See
   /// docs/mpi.md.
   Check check = Check::light;
-  /// LOCKSTEP_TUNE: flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the sizes at which
-  /// the shared engine changes its algorithm, instead of the measured defaults
+  /// LOCKSTEP_TUNE: inline=BYTES,flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the
+  /// sizes at which the shared engine changes its algorithm, instead of the measured defaults
   /// (docs/performance.md). The process that creates a group's segment decides for the group.
   std::optional<std::string> tune;
 

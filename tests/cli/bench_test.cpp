@@ -10,6 +10,7 @@
 #include "cli/bench/meter.hpp"
 #include "cli/command.hpp"
 #include "support/expect.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -144,7 +145,7 @@ TEST(BenchTest, wrong_results_are_not_timed) {
 TEST(BenchTest, tune_prints_a_setting_that_is_taken) {
   const Ended ended = bench({"--tune", "--unpinned", "--blocks", "1", "--block-ms", "1"});
   ASSERT_EQ(ended.exit_code, 0) << ended.err;
-  ASSERT_EQ(ended.out.rfind("LOCKSTEP_TUNE=flat=", 0), 0U) << ended.out;
+  ASSERT_EQ(ended.out.rfind("LOCKSTEP_TUNE=inline=", 0), 0U) << ended.out;
   const std::string value = ended.out.substr(14, ended.out.size() - 15);
   Command with_it(StartOptions{
       .arguments = {"bench", "--unpinned", "--max", "4", "--blocks", "1", "--block-ms", "1"},

@@ -31,7 +31,9 @@ TEST(TuningTest, text_replaces_what_was_measured) {
   EXPECT_EQ(tuning.flat_bytes_oversubscribed, 100U);
   EXPECT_EQ(tuning.chunk_bytes, 8192U);  // whole pages, so whole elements
   EXPECT_EQ(tuning.in_place_bytes, measured.in_place_bytes);
+  EXPECT_EQ(tuning.inline_bytes, measured.inline_bytes);
   EXPECT_EQ(shared::tuning_for(3, shared::parse_tuning("inplace=0")).in_place_bytes, 0U);
+  EXPECT_EQ(shared::tuning_for(3, shared::parse_tuning("inline=7")).inline_bytes, 7U);
 }
 
 base::CpuModel model(std::string_view vendor, unsigned family, unsigned number,
@@ -83,6 +85,14 @@ TEST(TuningTest, the_chunk_of_a_zen_does_not_depend_on_its_second_level) {
             32U << 10);
 }
 
+TEST(TuningTest, two_ranks_swap_slots_behind_the_first_line_except_on_zen) {
+  const base::CpuModel zen = model("AuthenticAMD", 0x19, 1, 512U << 10);
+  const base::CpuModel xeon = model("GenuineIntel", 6, 207, 2U << 20);
+  EXPECT_EQ(shared::default_tuning(2, zen).inline_bytes, 248U);
+  EXPECT_EQ(shared::default_tuning(2, xeon).inline_bytes, 56U);
+  EXPECT_EQ(shared::default_tuning(3, xeon).inline_bytes, 248U);
+}
+
 TEST(TuningTest, ranks_with_a_core_each_leave_one_phase_sooner_the_more_they_are) {
   const base::CpuModel cpu = model("GenuineIntel", 6, 207, 2U << 20);
   EXPECT_EQ(shared::default_tuning(2, cpu).flat_bytes,
@@ -107,12 +117,13 @@ TEST(TuningTest, model_of_this_cpu) {
 }
 
 TEST(TuningTest, other_text_is_rejected) {
-  for (const char* text : {"flat", "flat=", "flat=1k", "=1", "chunk=4095", "depth=2", "flat=1;"}) {
+  for (const char* text : {"flat", "flat=", "flat=1k", "=1", "chunk=4095", "depth=2", "flat=1;",
+                           "inline=249", "inline=", "inline=x"}) {
     try {
       shared::parse_tuning(text);
       ADD_FAILURE() << text << " was taken";
     } catch (const UsageError& error) {
-      expect_contains(error.what(), "it takes flat=BYTES");
+      expect_contains(error.what(), "it takes inline=BYTES (at most 248), flat=BYTES");
     }
   }
 }
@@ -121,7 +132,8 @@ TEST(TuningTest, other_text_is_rejected) {
 /// kinds.
 void expect_right_results(int n_ranks) {
   run_ranks(n_ranks, [&] {
-    for (const std::size_t count : {std::size_t{1}, std::size_t{1024}, std::size_t{30'011}}) {
+    for (const std::size_t count :
+         {std::size_t{1}, std::size_t{30}, std::size_t{1024}, std::size_t{30'011}}) {
       const auto fill = [&](float* data) {
         std::iota(data, data + count, static_cast<float>(get_rank()));
       };
@@ -151,8 +163,9 @@ void expect_right_results(int n_ranks) {
 }
 
 TEST(TuningTest, every_algorithm_gives_the_same_result) {
-  for (const char* text : {"flat=0,chunk=4096,inplace=0", "flat=1000000000,chunk=4096",
-                           "flat=0,chunk=1000000000,inplace=1000000000"}) {
+  for (const char* text :
+       {"inline=0,flat=0,chunk=4096,inplace=0", "inline=56,flat=1000000000,chunk=4096",
+        "inline=248,flat=0,chunk=1000000000,inplace=1000000000"}) {
     const Tuned tuned(text);
     SCOPED_TRACE(text);
     expect_right_results(2);

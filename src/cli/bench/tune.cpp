@@ -68,6 +68,8 @@ std::uint64_t last_of_first(const Plan& plan, const std::string& first, const st
 std::string tuned(const Plan& plan) {
   constexpr std::uint64_t kKiB = 1024;
   const std::string never = kNever;
+  const std::uint64_t in_flags =
+      last_of_first(plan, "inline=248", "inline=0", {8, 16, 32, 56, 64, 96, 128, 192, 248});
   const std::uint64_t flat =
       last_of_first(plan, "flat=" + never, "flat=0", doubling(kKiB / 2, 1024 * kKiB));
 
@@ -91,7 +93,8 @@ std::string tuned(const Plan& plan) {
   touching.in_shared_memory = true;
   const std::uint64_t copied =
       last_of_first(touching, "inplace=" + never, "inplace=0", doubling(512, 64 * kKiB));
-  return fmt::format("LOCKSTEP_TUNE={},inplace={}", best, copied + 1);
+  return fmt::format("LOCKSTEP_TUNE=inline={},{},inplace={}",
+                     std::min<std::uint64_t>(in_flags, 248), best, copied + 1);
 }
 
 }  // namespace lockstep::bench

@@ -60,7 +60,7 @@ void SharedEngine::exchange(const Call& call, std::size_t n_chunks, Put put, Tak
 
 void SharedEngine::all_reduce(const Call& call) {
   const std::size_t n_bytes = call.count * size_of(call.dtype);
-  if (n_bytes <= kInlineBytes) {
+  if (n_bytes <= channel_.inline_bytes()) {
     // The data goes with the flag, in the same cache lines. One phase; every rank reduces it all.
     copy_bytes(channel_.write_slot(call, n_bytes), bytes(call.in), n_bytes);  // model: put
     channel_.end_phase(call);
@@ -111,7 +111,7 @@ void SharedEngine::reduce_flat(const Call& call, bool wants_result) {
           kernels::reduce(call.dtype, call.reduce, inputs_.data(), size(),
                           bytes(call.out) + chunks.begin(i) + begin, count_of(length, element));
         };
-        if (channel_.swaps_slots() && chunks.length(i) > kInlineBytes) {
+        if (channel_.swaps_slots() && chunks.length(i) > channel_.inline_bytes()) {
           const std::byte* const theirs = channel_.read_slot(1 - rank(), 1, chunks.length(i));
           with_write_prefetch({&theirs, 1}, chunks.length(i), kSlotPiece, reduce_piece);
         } else {

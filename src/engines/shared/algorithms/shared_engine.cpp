@@ -78,24 +78,11 @@ struct Outcome {
   std::int32_t error_number;
   std::array<char, kInlineBytes - 12> text;
 };
-static_assert(sizeof(Outcome) <= kInlineBytes);
 
 struct ColorKey {
   std::int32_t color;
   std::int32_t key;
 };
-
-template <class T>
-void publish(Channel& channel, const Call& call, const T& value) {
-  std::memcpy(channel.write_slot(call, sizeof value), &value, sizeof value);
-}
-
-template <class T>
-T published_by(Channel& channel, int rank) {
-  T value;
-  std::memcpy(&value, channel.read_slot(rank, 1, sizeof value), sizeof value);
-  return value;
-}
 
 /// Calls make(), which may fail on a single rank, and sends the result to all ranks: if one fails,
 /// all fail. This includes the ranks of other leaders, because their group is still one group.
@@ -110,10 +97,10 @@ void run_on_all(Channel& channel, const Call& call, const char* what, Outcome& m
     mine.error_number = ENOMEM;
     base::copy_text(mine.text, "no memory for the list of ranks");
   }
-  publish(channel, call, mine);
+  channel.publish(mine);
   channel.end_phase(call);
   for (int r = 0; r < channel.size(); ++r) {
-    const auto outcome = published_by<Outcome>(channel, r);
+    const auto outcome = channel.published_by<Outcome>(r);
     if (outcome.error_number == 0) continue;
     channel.fail_system(call, outcome.error_number,
                         fmt::format("rank {} could not {} shared memory: {}", call.number_of(r),
@@ -128,7 +115,7 @@ std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Re
   run_on_all(channel, call, "reserve", mine, [&] {
     if (leader == channel.rank()) mine.offset = reserve();
   });
-  return published_by<Outcome>(channel, leader).offset;
+  return channel.published_by<Outcome>(leader).offset;
 }
 
 /// Runs map() on all ranks; returns when it has succeeded on all.
@@ -196,13 +183,13 @@ SharedEngine::SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t
 
 std::unique_ptr<HostEngine> SharedEngine::split_host(const Call& call, int color, int key) {
   channel_.begin(call);
-  publish(channel_, call, ColorKey{.color = color, .key = key});
+  channel_.publish(ColorKey{.color = color, .key = key});
   channel_.end_phase(call);
 
   std::vector<int> members;
   std::vector<int> keys(static_cast<std::size_t>(size()));
   for (int r = 0; r < size(); ++r) {
-    const auto chosen = published_by<ColorKey>(channel_, r);
+    const auto chosen = channel_.published_by<ColorKey>(r);
     if (chosen.color == color) members.push_back(r);
     keys[static_cast<std::size_t>(r)] = chosen.key;
   }

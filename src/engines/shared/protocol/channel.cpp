@@ -110,6 +110,7 @@ Channel::Channel(std::shared_ptr<Membership> membership, std::uint64_t offset, i
       wake_counter_at_(offset + sizeof(RangeHeader) + offsetof(ChannelHeader, wake_counter)),
       rank_(rank),
       swaps_slots_(n_ranks == 2),
+      inline_bytes_(header_->tuning.inline_bytes),
       is_in_one_process_(!membership_->segment().is_between_processes()) {
   for (int r = 0; r < n_ranks; ++r) {
     if (r != rank_) peers_.push_back(r);

@@ -4,11 +4,13 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <lockstep/detail/time_limit.hpp>
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "engines/shared/protocol/waiter.hpp"
@@ -82,6 +84,8 @@ class Channel {
   const Waiter& waiter() const noexcept { return waiter_; }
   /// Whether a rank later writes to the slot in which it now reads a peer's data.
   bool swaps_slots() const noexcept { return swaps_slots_; }
+  /// Up to this size the data of a phase is in the flags' own lines, above it in slots.
+  std::size_t inline_bytes() const noexcept { return inline_bytes_; }
   std::size_t slot_bytes() const noexcept { return header_->slot_bytes; }
   const Tuning& tuning() const noexcept { return header_->tuning; }
   std::size_t flat_bytes() const noexcept {
@@ -113,12 +117,26 @@ class Channel {
   /// The memory this rank writes in this phase: n_bytes, at most slot_bytes(). Throws SystemError
   /// if there is none, on all members.
   std::byte* write_slot(const Call& call, std::size_t n_bytes) {
-    if (n_bytes > kInlineBytes && n_bytes > n_backed_slot_bytes_) back_slots(call, n_bytes);
+    if (n_bytes > inline_bytes_ && n_bytes > n_backed_slot_bytes_) back_slots(call, n_bytes);
     return place(rank_, /*phases_ago=*/0, n_bytes);
   }
   /// What `rank` wrote `phases_ago` (1 or 2) phases ago, with the same n_bytes.
   std::byte* read_slot(int rank, int phases_ago, std::size_t n_bytes) noexcept {
     return place(rank, phases_ago, n_bytes);
+  }
+  /// What a rank tells all others in this phase, in place of a slot: in its flag's lines, so it
+  /// needs no memory, also where none is left.
+  template <class T>
+  void publish(const T& value) noexcept {
+    static_assert(sizeof(T) <= kInlineBytes && std::is_trivially_copyable_v<T>);
+    std::memcpy(payload(rank_, slot_index_), &value, sizeof value);
+  }
+  /// What `rank` published in the phase before.
+  template <class T>
+  T published_by(int rank) const noexcept {
+    T value;
+    std::memcpy(&value, payload(rank, index_of(/*phases_ago=*/1)), sizeof value);
+    return value;
   }
   /// Whether all ranks are threads of this process, which can access each other's memory.
   bool is_in_one_process() const noexcept { return is_in_one_process_; }
@@ -173,12 +191,16 @@ class Channel {
   static constexpr int kAllRanks = -1;
 
   Lane& lane(int rank) const noexcept { return lanes_[rank]; }
+  int index_of(int phases_ago) const noexcept {
+    return slot_index_ - phases_ago < 0 ? slot_index_ - phases_ago + kPhases
+                                        : slot_index_ - phases_ago;
+  }
+  std::byte* payload(int rank, int index) const noexcept {
+    return lane(rank).flags[static_cast<std::size_t>(index)].payload.data();
+  }
   std::byte* place(int rank, int phases_ago, std::size_t n_bytes) const noexcept {
-    const int index = slot_index_ - phases_ago < 0 ? slot_index_ - phases_ago + kPhases
-                                                   : slot_index_ - phases_ago;
-    if (n_bytes <= kInlineBytes) {
-      return lane(rank).flags[static_cast<std::size_t>(index)].payload.data();
-    }
+    const int index = index_of(phases_ago);
+    if (n_bytes <= inline_bytes_) return payload(rank, index);
     const int rotation = slot_index_ - phases_ago < 0 ? rotation_ - 1 : rotation_;
     const int owner = swaps_slots_ ? rank ^ (rotation & 1) : rank;
     return slots_ + static_cast<std::size_t>(owner * kPhases + index) * header_->slot_bytes;
@@ -257,6 +279,7 @@ class Channel {
   std::uint64_t wake_counter_at_;  ///< its offset in the segment
   int rank_;
   bool swaps_slots_;
+  std::size_t inline_bytes_;
   bool is_in_one_process_;
   std::vector<int> peers_;
   std::vector<int> absent_;

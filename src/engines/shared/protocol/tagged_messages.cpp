@@ -201,13 +201,11 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission
     return words.emplace_back(segment.header().nonce + static_cast<std::uint64_t>(channel.rank()));
   }();
   const auto agree = [&] {
-    const Probe probe{.address = reinterpret_cast<std::uint64_t>(&mine), .value = mine};
-    std::memcpy(channel.write_slot(call, sizeof probe), &probe, sizeof probe);
+    channel.publish(Probe{.address = reinterpret_cast<std::uint64_t>(&mine), .value = mine});
     channel.end_phase(call);
     bool is_possible = true;
     for (int r = 0; r < channel.size(); ++r) {
-      Probe theirs{};
-      std::memcpy(&theirs, channel.read_slot(r, 1, sizeof theirs), sizeof theirs);
+      const auto theirs = channel.published_by<Probe>(r);
       const pid_t pid = segment.rank(channel.world_rank(r)).pid.load(std::memory_order_relaxed);
       std::uint64_t value = 0;
       const auto copy = [&](Direction direction) {
@@ -217,12 +215,10 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission
       is_possible = is_possible && copy(Direction::from_peer) == 0 && value == theirs.value &&
                     copy(Direction::to_peer) == 0;  // the same value
     }
-    std::memcpy(channel.write_slot(call, sizeof is_possible), &is_possible, sizeof is_possible);
+    channel.publish(is_possible);
     channel.end_phase(call);
     for (int r = 0; r < channel.size(); ++r) {
-      bool theirs = false;
-      std::memcpy(&theirs, channel.read_slot(r, 1, sizeof theirs), sizeof theirs);
-      is_possible = is_possible && theirs;
+      is_possible = is_possible && channel.published_by<bool>(r);
     }
     return is_possible;
   };

@@ -8,14 +8,17 @@
 #include <string_view>
 
 #include "base/number.hpp"
+#include "engines/shared/segment/layout.hpp"
 
 namespace lockstep::shared {
 namespace {
 
 constexpr std::uint64_t kKiB = 1024;
+constexpr std::uint64_t kFirstLine = 64 - sizeof(std::uint64_t);  // of a flag, behind its word
 
 /// What suits a CPU best, by `lockstep bench --tune`.
 struct CacheRule {
+  std::uint64_t pair_inline_bytes;  ///< for 2 ranks
   std::uint64_t chunk_bytes;
   std::uint64_t flat_bytes_in_all;    ///< divided by the number of ranks, which share cores
   std::uint64_t pair_in_place_bytes;  ///< for 2 ranks
@@ -24,13 +27,13 @@ struct CacheRule {
 
 /// Cores share a third level that is nearly as fast as the second, so large chunks cost nothing and
 /// need fewer phases. The same on Zen 3 and Zen 4, whose second levels have 512 KiB and 1 MiB.
-constexpr CacheRule kFastThirdLevel{256 * kKiB, 128 * kKiB, 2 * kKiB, 16 * kKiB};
+constexpr CacheRule kFastThirdLevel{kInlineBytes, 256 * kKiB, 128 * kKiB, 2 * kKiB, 16 * kKiB};
 
 /// The third level is far slower than the second, so the four pieces that a rank uses at once
 /// (input, slot, peer's slot, result) take at most a quarter of the second: 64 KiB on Skylake-SP to
 /// Cooper Lake.
 CacheRule fits_second_level(std::size_t l2_bytes) {
-  CacheRule rule{64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB};
+  CacheRule rule{kFirstLine, 64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB};
   if (l2_bytes != 0) {
     rule.chunk_bytes =
         std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, rule.chunk_bytes);
@@ -57,6 +60,7 @@ std::uint64_t flat_bytes_on_cores(std::uint64_t n_ranks) {
 Tuning default_tuning(int n_ranks, const base::CpuModel& cpu) {
   const CacheRule rule = rule_for(cpu);
   Tuning tuning{};
+  tuning.inline_bytes = n_ranks == 2 ? rule.pair_inline_bytes : kInlineBytes;
   if (n_ranks == 2) {
     // They read the same amount either way, and flat needs one phase instead of two.
     tuning.flat_bytes = tuning.flat_bytes_oversubscribed =
@@ -74,11 +78,13 @@ Tuning default_tuning(int n_ranks, const base::CpuModel& cpu) {
 TuningOverrides parse_tuning(const std::optional<std::string>& text) {
   TuningOverrides tuning;
   const auto reject = [&](std::string_view item) {
-    throw UsageError({.operation = "init_dist"},
-                     fmt::format("LOCKSTEP_TUNE has '{}'; it takes flat=BYTES, chunk=BYTES (4096 "
-                                 "and more) and inplace=BYTES, with commas between "
-                                 "(docs/performance.md)",
-                                 item));
+    throw UsageError(
+        {.operation = "init_dist"},
+        fmt::format(
+            "LOCKSTEP_TUNE has '{}'; it takes inline=BYTES (at most {}), "
+            "flat=BYTES, chunk=BYTES (4096 and more) and inplace=BYTES, with commas between "
+            "(docs/performance.md)",
+            item, kInlineBytes));
   };
   std::string_view rest = text ? std::string_view(*text) : std::string_view();
   while (!rest.empty()) {
@@ -88,7 +94,9 @@ TuningOverrides parse_tuning(const std::optional<std::string>& text) {
     const std::string_view name = item.substr(0, equals);
     const std::string_view value = item.substr(std::min(equals + 1, item.size()));
     const auto n_bytes = base::parse_number<std::uint64_t>(value);
-    if (name == "flat" && n_bytes) {
+    if (name == "inline" && n_bytes && *n_bytes <= kInlineBytes) {
+      tuning.inline_bytes = *n_bytes;
+    } else if (name == "flat" && n_bytes) {
       tuning.flat_bytes = *n_bytes;
     } else if (name == "chunk" && n_bytes >= 4096U) {
       tuning.chunk_bytes = *n_bytes / 4096 * 4096;  // whole elements and lines
@@ -103,7 +111,8 @@ TuningOverrides parse_tuning(const std::optional<std::string>& text) {
 
 Tuning tuning_for(int n_ranks, const TuningOverrides& overrides) {
   const Tuning defaults = default_tuning(n_ranks, base::cpu_model());
-  return {.flat_bytes = overrides.flat_bytes.value_or(defaults.flat_bytes),
+  return {.inline_bytes = overrides.inline_bytes.value_or(defaults.inline_bytes),
+          .flat_bytes = overrides.flat_bytes.value_or(defaults.flat_bytes),
           .flat_bytes_oversubscribed =
               overrides.flat_bytes.value_or(defaults.flat_bytes_oversubscribed),
           .chunk_bytes = overrides.chunk_bytes.value_or(defaults.chunk_bytes),

@@ -11,6 +11,8 @@ namespace lockstep::shared {
 /// The sizes at which a channel changes its algorithm. Every rank uses the values that the
 /// channel's creator wrote into its header: ranks that disagree would wait for different phases.
 struct Tuning {
+  /// Up to this size, at most kInlineBytes, data is in the flags' own lines, above it in slots.
+  std::uint64_t inline_bytes;
   /// Up to this size every rank reduces the entire message: one phase for each chunk. Above it,
   /// each rank reduces a slice and publishes it.
   std::uint64_t flat_bytes;
@@ -25,6 +27,7 @@ struct Tuning {
 
 /// The values that replace the default ones.
 struct TuningOverrides {
+  std::optional<std::uint64_t> inline_bytes;
   std::optional<std::uint64_t> flat_bytes;
   std::optional<std::uint64_t> chunk_bytes;
   std::optional<std::uint64_t> in_place_bytes;
