@@ -299,7 +299,19 @@ void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
 }
 
 void GroupState::fail(const Call& call) {
-  group_recorder_.fail(call);  // before mark_dead, which may write the record to a file
+  const bool has_peer_ended = [] {
+    try {
+      throw;
+    } catch (const PeerLost&) {
+      return true;
+    } catch (const PeerFailed&) {
+      return true;
+    } catch (...) {
+      return false;
+    }
+  }();
+  // Before mark_dead, which may write the record to a file.
+  group_recorder_.fail(call, has_peer_ended);
   try {
     throw;
   } catch (const UsageError&) {  // the group stays usable

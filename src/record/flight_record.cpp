@@ -90,12 +90,13 @@ std::vector<Operation> operations_of(const FlightRecord& record, const base::Tic
                         .count = count,
                         .n_bytes = 0,
                         .state = Operation::State::under_way,
+                        .has_peer_ended = end == FlightEntry::kPeerEnded,
                         .start_ns = scale.to_ns(start),
                         .end_ns = 0,
                         .group = std::min<std::size_t>(group, FlightRecord::kMaxGroups - 1),
                         .where = site_of(record, site)};
     if (moves_data(operation.op)) operation.n_bytes = operation.count * size_of(operation.dtype);
-    if (end == FlightEntry::kFailed) {
+    if (end == FlightEntry::kFailed || operation.has_peer_ended) {
       operation.state = Operation::State::failed;
     } else if (end != FlightEntry::kUnderWay) {
       operation.state = Operation::State::finished;

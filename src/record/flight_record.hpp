@@ -31,6 +31,7 @@ struct alignas(64) FlightEntry {
   static constexpr std::uint64_t kUnderWay = 0;
   static constexpr std::uint64_t kFailed = 1;
   static constexpr std::uint64_t kShort = 2;  ///< finished a few microseconds after `start` at most
+  static constexpr std::uint64_t kPeerEnded = 3;  ///< failed with PeerLost or PeerFailed
 
   std::atomic<std::uint64_t> begun;      ///< number of the call; 0: none
   std::atomic<std::uint64_t> sequence;   ///< in its group, from 1
@@ -96,6 +97,7 @@ struct Operation {
   std::uint64_t count;
   std::uint64_t n_bytes;
   State state;
+  bool has_peer_ended;     ///< the call failed with PeerLost or PeerFailed
   std::int64_t start_ns;   ///< CLOCK_MONOTONIC
   std::int64_t end_ns;     ///< if finished
   std::size_t group;       ///< index into FlightRecord::groups

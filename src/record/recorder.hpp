@@ -122,10 +122,10 @@ class GroupRecorder final : public Progress {
     close(now);
     if (event_ != nullptr) Trace::end(*event_, now, /*has_failed=*/false);
   }
-  void fail(const Call& call) noexcept try {
+  void fail(const Call& call, bool has_peer_ended = false) noexcept try {
     if (record_ == nullptr) return;
     arrived(call);
-    close(FlightEntry::kFailed);
+    close(has_peer_ended ? FlightEntry::kPeerEnded : FlightEntry::kFailed);
     if (event_ != nullptr) Trace::end(*event_, base::ticks(), /*has_failed=*/true);
   } catch (const std::bad_alloc&) {  // the call is not recorded; its own error matters more
   }

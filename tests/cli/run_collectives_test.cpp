@@ -100,6 +100,13 @@ TEST(RunLateTest, the_launcher_names_who_left_and_not_who_waited) {
                R"(with code 1 after)");
 }
 
+TEST(RunLateTest, the_launcher_does_not_blame_who_left_after_calls_that_differ) {
+  Command command(StartOptions{
+      .arguments = {"run", "-n", "3", "--grace", "20", COLLECTIVES_PROGRAM, "size", "1"}});
+  EXPECT_EQ(command.wait().exit_code, 2);
+  expect_match(command.err(), R"(^lockstep: \S+ \S+ rank 0 \(pid \d+\) exited with code 2 after)");
+}
+
 TEST(RunAloneTest, ranks_that_never_joined_are_reported) {
   const std::string note = "no rank called lockstep::init_dist: each of the 2 ran alone";
   const Ended ended = run({"-n", "2", COLLECTIVES_PROGRAM, "alone"});

@@ -4,6 +4,7 @@
 //   collectives lose R    rank R goes silent, the others wait for it; prints what they get
 //   collectives die R     rank R kills itself, the others wait for it; prints what they get
 //   collectives differ R  rank R calls barrier where the others add up
+//   collectives size R    rank R sends rank 0 more than that takes, and all others return
 //   collectives refuse R  rank R's all_reduce has no data, and it calls barrier next
 //   collectives read R    rank R reads a line while the others wait for it, and prints it
 //   collectives stop|loop|exit|throw R   rank R stops itself, loops, leaves or throws while the
@@ -70,6 +71,12 @@ int main(int argc, char** argv) {
     }
     std::printf("joined: rank %d is pid %d.\n", rank, getpid());
     std::fflush(stdout);
+    if (mode == "size") {
+      std::array<std::int64_t, 2> values{};
+      if (rank == std::atoi(argv[2])) lockstep::send(values, 0);
+      if (rank == 0) lockstep::recv(std::span(&value, 1), std::atoi(argv[2]));
+      return 0;
+    }
     if (rank == std::atoi(argv[2])) misbehave(mode);
     if (mode == "linger") {  // after a call that failed
       try {

@@ -182,11 +182,13 @@ std::optional<int> Job::rank_that_left_before(int failed_rank) const {
     return std::ranges::any_of(operations, [](auto& o) { return o.state == State::failed; });
   };
   const auto last_calls = internal::operations_of(segment_->rank(failed_rank).flight);
-  // Another thread may be in a call when the exception of the first call ends the process.
-  if (!has_failed(last_calls) || last_calls.back().state == State::finished) return std::nullopt;
-  const auto& failed = segment_->rank(failed_rank).flight;
   const auto call = std::ranges::find_if(last_calls.rbegin(), last_calls.rend(),
                                          [](auto& o) { return o.state == State::failed; });
+  // Another thread may be in a call when the exception of the first call ends the process.
+  const bool has_waited = call != last_calls.rend() && call->has_peer_ended &&
+                          last_calls.back().state != State::finished;
+  if (!has_waited) return std::nullopt;
+  const auto& failed = segment_->rank(failed_rank).flight;
   const std::string group(internal::name_of(failed.groups[call->group]));
   const auto is_member = [&](const internal::FlightRecord& record) {
     const std::size_t n_groups = internal::n_groups_of(record);

@@ -79,7 +79,7 @@ class Job {
   /// Whether a rank has joined and left, or failed.
   bool has_rank_left() const noexcept;
   /// The rank that `failed_rank` waited for, and that had left: it left the world without a failed
-  /// call, while `failed_rank` ended in a failed call. nullopt if there is none.
+  /// call, while `failed_rank` ended with PeerLost or PeerFailed. nullopt if there is none.
   std::optional<int> rank_that_left_before(int failed_rank) const;
   /// Writes DIR/rank-N.json with the last operations of a rank, if it has ended and has not done
   /// so. Throws SystemError.
