@@ -106,8 +106,11 @@ std::string in_units(double bytes) {
   return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 1, kUnits[unit]);
 }
 
+/// On a narrow terminal without memory and rates, which leave no room for the call.
 std::vector<std::string> table(const RunningJob& job, const shared::Segment& segment,
-                               const JobSample& sample) {
+                               const JobSample& sample, std::size_t columns) {
+  constexpr std::size_t kWide = 120;
+  const bool is_wide = columns >= kWide;
   std::vector<std::string> lines = {
       fmt::format("job {}: {} rank{}{}: {}", job.launcher, segment.n_ranks(),
                   base::plural(segment.n_ranks()),
@@ -115,13 +118,16 @@ std::vector<std::string> table(const RunningJob& job, const shared::Segment& seg
                       ? fmt::format(", generation {}", segment.header().generation)
                       : "",
                   job.command),
-      fmt::format("{:>4}  {:>7}  {:<8}  {:>5}  {:>9}  {:>9}  {:>11}  {}", "rank", "pid", "state",
-                  "cpu", "memory", "ops/s", "bytes", "activity")};
+      fmt::format("{:>4}  {:>7}  {:<8}  {:>5}  {}activity", "rank", "pid", "state", "cpu",
+                  is_wide ? "   memory      ops/s        bytes  " : "")};
   for (const RankSample& row : sample.rows) {
-    lines.push_back(fmt::format("{:>4}  {:>7}  {:<8}  {:>4.0f}%  {:>9}  {:>9.0f}  {:>9}/s  {}",
-                                row.rank, row.pid, row.state, row.cpu_percent,
-                                in_units(static_cast<double>(row.memory_bytes)), row.calls_per_s,
-                                in_units(row.bytes_per_s), activity_text(segment, row)));
+    const std::string amounts = is_wide
+                                    ? fmt::format("{:>9}  {:>9.0f}  {:>9}/s  ",
+                                                  in_units(static_cast<double>(row.memory_bytes)),
+                                                  row.calls_per_s, in_units(row.bytes_per_s))
+                                    : "";
+    lines.push_back(fmt::format("{:>4}  {:>7}  {:<8}  {:>4.0f}%  {}{}", row.rank, row.pid,
+                                row.state, row.cpu_percent, amounts, activity_text(segment, row)));
   }
   return lines;
 }
@@ -288,11 +294,11 @@ int top(const std::vector<std::string>& arguments) {
                              .dump(/*indent=*/1, ' ', /*ensure_ascii=*/false,
                                    json::error_handler_t::replace));
     } else if (is_once) {
-      for (const std::string& line : table(*job, *segment, *sample)) {
+      for (const std::string& line : table(*job, *segment, *sample, std::string::npos)) {
         fmt::print("{}\n", printable(line));
       }
     } else {
-      screen.draw(table(*job, *segment, *sample));
+      screen.draw(table(*job, *segment, *sample, terminal_size().columns));
     }
     if (is_once) return 0;
   }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "support/free_port.hpp"
 #include "support/temporary_folder.hpp"
 
 namespace lockstep::test {
@@ -81,9 +82,10 @@ TEST_F(TopTest, takes_any_rank_for_the_job_and_prints_a_table) {
 }
 
 TEST_F(TopTest, is_one_job_where_the_ranks_met_without_our_launcher) {
+  const FreePort port;
   const std::string variables =
       std::string("for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 ") +
-      "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(20000 + getpid() % 12000) +
+      "MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(port.number()) +
       " " COLLECTIVES_PROGRAM " lose 1 & done; wait";
   Command ranks(StartOptions{.shell = variables});
   ranks.read_until("joined", 2);
@@ -191,6 +193,7 @@ TEST(TopOfContainersTest, cannot_tell_whether_a_rank_of_another_pid_namespace_li
 TEST_F(TopTest, redraws_in_place_and_ends_with_the_job) {
   Command screen(
       StartOptions{.arguments = {"top", number(), "--interval", "0.1"}, .terminal = true});
+  screen.read_until("all_reduce #2, 1 i64, collectives.cpp:", 1);  // on 80 columns
   screen.read_until("\x1b[5A", 1);  // up over the three ranks and the two lines above them
   kill(silent_, SIGKILL);
   const Ended ended = screen.wait();
