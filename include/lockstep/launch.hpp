@@ -3,3 +3,5 @@
 /// @file
 /// Deprecated: the former name of `<lockstep/world.hpp>`, for one more minor version.
 #include <lockstep/world.hpp>
+
+#pragma message("lockstep/launch.hpp is deprecated: include lockstep/world.hpp")

@@ -350,7 +350,8 @@ void f() {
 TEST_F(DiagnosticsTest, former_names_say_the_present_one) {
   const auto file = dir_ / "former.cpp";
   std::ofstream(file)
-      << "#include <lockstep/lockstep.hpp>\n"
+      << "#include <lockstep/lockstep.hpp>\n#include <lockstep/launch.hpp>\n"
+         "#include <lockstep/control.hpp>\n#include <lockstep/sync.hpp>\n"
          "bool f() { lockstep::count_step(); return lockstep::replacements_wait(); }\n";
   const Output output = compile(file);
   EXPECT_EQ(output.status, 0);
@@ -358,6 +359,11 @@ TEST_F(DiagnosticsTest, former_names_say_the_present_one) {
   for (const std::string& line : output.lines) text += line + '\n';
   EXPECT_NE(text.find("is deprecated: use step_done"), std::string::npos) << text;
   EXPECT_NE(text.find("is deprecated: use has_waiting_replacements"), std::string::npos) << text;
+  for (const char* header : {"world.hpp", "main_process.hpp", "sync_master.hpp"}) {
+    EXPECT_NE(text.find("is deprecated: include lockstep/" + std::string(header)),
+              std::string::npos)
+        << text;
+  }
 }
 
 }  // namespace
