@@ -408,8 +408,10 @@ TEST_P(MpiModuleTest, the_other_mpi_is_rejected) {
   // Open MPI's ranks, each a world of its own, make this folder at once, and one of them may fail.
   std::array<char, 256> host{};
   ASSERT_EQ(::gethostname(host.data(), host.size() - 1), 0);
-  std::filesystem::create_directories(std::filesystem::temp_directory_path() /
-                                      fmt::format("ompi.{}.{}", host.data(), ::getuid()));
+  const char* const sessions = std::getenv("OMPI_MCA_orte_tmpdir_base");
+  std::filesystem::create_directories(
+      (sessions != nullptr ? sessions : std::filesystem::temp_directory_path()) /
+      fmt::format("ompi.{}.{}", host.data(), ::getuid()));
   expect_contains(failures_of(2, "none", "LOCKSTEP_MPI=" + other), "MPI says rank");
 }
 

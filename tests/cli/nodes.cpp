@@ -5,6 +5,10 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
+#include <memory>
+#include <vector>
+
+#include "support/free_port.hpp"
 #include "support/waiting.hpp"
 
 namespace lockstep::test {
@@ -18,12 +22,9 @@ sockaddr_in loopback(int port) {
 }
 
 std::string free_rendezvous() {
-  const base::UniqueFd fd(::socket(AF_INET, SOCK_STREAM, 0));
-  sockaddr_in address = loopback(0);
-  socklen_t n_bytes = sizeof address;
-  EXPECT_EQ(::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), n_bytes), 0);
-  EXPECT_EQ(::getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &n_bytes), 0);
-  return fmt::format("127.0.0.1:{}", ntohs(address.sin_port));
+  static std::vector<std::unique_ptr<FreePort>> ports;  // no other process's while this one runs
+  ports.push_back(std::make_unique<FreePort>());
+  return fmt::format("127.0.0.1:{}", ports.back()->number());
 }
 
 base::UniqueFd connect_to(const std::string& rendezvous) {

@@ -13,7 +13,7 @@ chmod 700 "$folder/munge"
 free_port() {
   local port
   while :; do
-    port=$((20000 + RANDOM % 12000))
+    port=$((20000 + $1 + 2 * (RANDOM % 6000)))
     if ! (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; then echo "$port" && return; fi
   done
 }
@@ -23,8 +23,8 @@ host=${host%%.*}
 cat >"$folder/slurm.conf" <<TEXT
 ClusterName=lockstep
 SlurmctldHost=$host(127.0.0.1)
-SlurmctldPort=$(free_port)
-SlurmdPort=$(free_port)
+SlurmctldPort=$(free_port 0)
+SlurmdPort=$(free_port 1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge

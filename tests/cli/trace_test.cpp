@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cli/command.hpp"
+#include "cli/nodes.hpp"
 #include "support/expect.hpp"
 #include "support/temporary_folder.hpp"
 
@@ -355,12 +356,12 @@ TEST_F(TraceTest, merges_nodes_and_corrects_their_clocks) {
 }
 
 TEST_F(TraceTest, each_node_writes_a_file_of_its_own) {
-  const std::string port = std::to_string(20000 + getpid() % 40000);
+  const std::string rendezvous = free_rendezvous();
   std::vector<std::unique_ptr<Command>> nodes;
   for (const char* const node : {"0", "1"}) {
     nodes.push_back(std::make_unique<Command>(
         StartOptions{.arguments = {"run", "--nnodes", "2", "--node-rank", node, "--rdzv",
-                                   "127.0.0.1:" + port, "-n", "1", "--trace", file_, "true"}}));
+                                   rendezvous, "-n", "1", "--trace", file_, "true"}}));
   }
   for (const auto& node : nodes) EXPECT_EQ(node->wait().exit_code, 0) << node->err();
   EXPECT_TRUE(fs::exists(folder_ / "t.node-0.json"));

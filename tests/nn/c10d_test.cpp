@@ -26,6 +26,7 @@
 #include "layer_ranks.hpp"
 #include "nn/gloo_engine/c10d_rendezvous.hpp"
 #include "support/expect.hpp"
+#include "support/free_port.hpp"
 #include "support/ranks.hpp"
 #include "support/waiting.hpp"
 

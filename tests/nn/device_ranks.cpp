@@ -3,18 +3,17 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <torch/torch.h>
-#include <unistd.h>
 #include <lockstep/nn.hpp>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
-#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "helpers.hpp"
+#include "support/temporary_folder.hpp"
 #include "training.hpp"
 
 namespace lockstep::nn::device_ranks {
@@ -132,8 +131,8 @@ std::string training_differs(const at::Device& device) {
   training.ddp.bucket_cap_mb = 0;  // each parameter has a bucket of its own
   training.device = device;
   testing::Trainee alone(training, Group()), trainee(training, default_group());
-  const std::string path =
-      std::filesystem::temp_directory_path() / fmt::format("device_ranks.{}.pt", ::getpid());
+  const test::TemporaryFolder folder;
+  const std::string path = folder / "training.pt";
   for (const int epoch : {0, 1}) {
     alone.epoch(epoch);
     trainee.epoch(epoch);
@@ -145,7 +144,6 @@ std::string training_differs(const at::Device& device) {
     }
     trainee.optimizer->state().clear();
     load_training(path, {trainee.net, *trainee.optimizer});
-    std::filesystem::remove(path);
   }
   const double error = trainee.difference_from(alone);
   if (!(error <= 1e-10)) return fmt::format("by {}", error);

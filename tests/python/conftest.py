@@ -40,13 +40,13 @@ def elastic_nodes(n_nodes, n, limits):
 WATCHDOG_S = 900 if "libasan" in os.environ.get("LD_PRELOAD", "") else 240
 
 
-PORTS = itertools.cycle(range(1000))
+PORTS = (n % 1000 for n in itertools.count(os.getpid()))
 
 
 def next_port():
-    """Of a store: below those that the kernel gives to connections, among which is rank 1's before rank 0 listens; and no
-    other worker's."""
-    first = 20_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8)
+    """Of a store: below those that the kernel gives to connections, among which is rank 1's before rank 0 listens; and none
+    of the next twelve workers'."""
+    first = 20_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 12)
     while True:
         port = first + next(PORTS)
         with socket.socket() as free, contextlib.suppress(OSError):
@@ -218,10 +218,12 @@ def difference(a, b):
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
-def mpirun(request):
+def mpirun(request, tmp_path_factory):
     """A command that starts two ranks: of each MPI that is here."""
     launcher = shutil.which(f"mpirun.{request.param}")
     if launcher is None:
         pytest.skip(f"no mpirun.{request.param}")
-    options = {"openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"], "mpich": []}
+    # Two at once that make their common session folder fail.
+    sessions = ["--mca", "orte_tmpdir_base", str(tmp_path_factory.mktemp("mpi"))] if request.param == "openmpi" else []
+    options = {"openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *sessions], "mpich": []}
     return [launcher, "-n", "2", *options[request.param]]

@@ -1,8 +1,7 @@
 """The launchers: `lockstep run` is that of all other tests."""
 
-import os
-
 import numpy as np
+from conftest import next_port
 
 import lockstep as ls
 
@@ -17,7 +16,7 @@ def add(backend, launched, engine):
 
 
 VARIABLES = f"""
-export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={20000 + os.getpid() % 12000}
+export WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={next_port()}
 RANK=0 LOCAL_RANK=0 "$@" & RANK=1 LOCAL_RANK=1 "$@" && wait $!
 """
 

@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <lockstep/lockstep.hpp>
+#include <optional>
 #include <string_view>
 #include <thread>
 
@@ -20,6 +19,7 @@
 #include "engines/message/message_engine.hpp"
 #include "engines/shared/bootstrap/job.hpp"
 #include "engines/shared/bootstrap/shared_world.hpp"
+#include "support/free_port.hpp"
 #include "support/message_network.hpp"
 #include "support/waiting.hpp"
 #include "world/environment.hpp"
@@ -159,26 +159,12 @@ void run_message_threads(int n, const std::function<void()>& body,
 
 const std::vector<int>& hosts() { return current_hosts(); }
 
-FreePort::FreePort() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t n_bytes = sizeof(address);
-  auto* const any = reinterpret_cast<sockaddr*>(&address);
-  const int reuse = 1;
-  EXPECT_EQ(::bind(fd_, any, n_bytes), 0);
-  EXPECT_EQ(::setsockopt(fd_, SOL_SOCKET, SO_REUSEADDR, &reuse, sizeof reuse), 0);
-  EXPECT_EQ(::getsockname(fd_, any, &n_bytes), 0);
-  number_ = ntohs(address.sin_port);
-}
-
-FreePort::~FreePort() { ::close(fd_); }
-
 std::vector<int> run_processes(int n, const std::function<void()>& body,
                                std::chrono::seconds watchdog,
                                const std::function<void(std::span<const pid_t>)>& started,
                                const std::string& backend) {
-  shared::Job job(n);
+  const char* const tune = ::getenv("LOCKSTEP_TUNE");  // as `lockstep run` takes it
+  shared::Job job(n, tune != nullptr ? std::optional<std::string>(tune) : std::nullopt);
   ::setenv("MASTER_ADDR", "127.0.0.1", 1);
   const FreePort port;
   ::setenv("MASTER_PORT", std::to_string(port.number()).c_str(), 1);
@@ -251,15 +237,22 @@ void run_as(const Setting& setting, const std::function<void()>& body,
   }
 }
 
-int in_a_fork(const std::function<void()>& body) {
+pid_t start_fork(const std::function<void()>& body) {
   std::fflush(nullptr);
   const pid_t pid = ::fork();
-  if (pid == 0) {
-    ::alarm(30);
+  if (pid != 0) return pid;
+  ::alarm(30);
+  try {  // an exception would go on with the parent's tests
     body();
-    std::fflush(nullptr);
-    ::_exit(::testing::Test::HasFailure() ? 4 : 0);
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "in a fork: " << error.what();
   }
+  std::fflush(nullptr);
+  ::_exit(::testing::Test::HasFailure() ? 4 : 0);
+}
+
+int in_a_fork(const std::function<void()>& body) {
+  const pid_t pid = start_fork(body);
   int status = 0;
   EXPECT_EQ(::waitpid(pid, &status, 0), pid);
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);

@@ -57,22 +57,10 @@ std::vector<int> run_processes(int n, const std::function<void()>& body,
                                std::chrono::seconds watchdog = kWatchdog,
                                const std::function<void(std::span<const pid_t>)>& started = {},
                                const std::string& backend = "auto");
-/// Runs body in a fork of this process, which must not itself join or leave a world, and returns
-/// its exit status: 0, or 4 if an expectation failed. A fork that hangs is killed: 128 + SIGALRM.
+/// Runs body in a fork of this process, which must not itself join or leave a world. The fork ends
+/// with 0, with 4 if an expectation failed or body threw; if it hangs, with SIGALRM.
+pid_t start_fork(const std::function<void()>& body);
+/// The same, and returns its exit status, or 128 and the number of the signal.
 int in_a_fork(const std::function<void()>& body);
-/// A port of this host that no other program gets as a free one while the object lives. A listener
-/// needs SO_REUSEADDR.
-class FreePort {
- public:
-  FreePort();
-  ~FreePort();
-  FreePort(const FreePort&) = delete;
-  FreePort& operator=(const FreePort&) = delete;
-  int number() const { return number_; }
-
- private:
-  int fd_;
-  int number_ = 0;
-};
 
 }  // namespace lockstep::test

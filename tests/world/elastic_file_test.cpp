@@ -105,19 +105,15 @@ TEST_F(ElasticFileTest, two_generations_write_at_once) {
   const auto first = over_nodes();
   const auto second = first->next_generation(1, /*generation=*/1, /*has_earlier_steps=*/true);
   const test::SharedCount n_begun, n_late, n_replaced;
-  const pid_t writer = ::fork();
-  if (writer == 0) {
+  const pid_t writer = test::start_fork([&] {
     join(*second);
-    {
-      ElasticFile file(path_);
-      file.write("second");
-      n_begun.raise();
-      EXPECT_TRUE(n_late.wait_for(1));
-      file.commit_to_disk({.operation = "save"});
-      n_replaced.raise();
-    }
-    ::_exit(HasFailure() ? 1 : 0);
-  }
+    ElasticFile file(path_);
+    file.write("second");
+    n_begun.raise();
+    EXPECT_TRUE(n_late.wait_for(1));
+    file.commit_to_disk({.operation = "save"});
+    n_replaced.raise();
+  });
   EXPECT_TRUE(n_begun.wait_for(1));
   as_rank(*first, [&] {
     ElasticFile file(path_);
