@@ -263,6 +263,31 @@ TEST(SharedEngineTest, no_memory_for_a_large_message_is_an_error_on_all_ranks) {
   EXPECT_EQ(statuses, std::vector<int>(3, 0));
 }
 
+TEST(SharedEngineTest, two_ranks_need_memory_for_what_the_flags_do_not_hold) {
+  for (const bool is_inline : {false, true}) {
+    ::setenv("LOCKSTEP_TUNE", is_inline ? "inline=248" : "inline=56", /*overwrite=*/1);
+    const auto statuses = run_processes(2, [is_inline] {
+      const Group group = default_group().duplicate();
+      if (get_rank() == 1) {
+        forbid(SYS_madvise);
+        forbid(SYS_fallocate);
+      }
+      EXPECT_EQ(all_reduce_value(1, ReduceOp::sum, group), 2);
+      std::vector<float> data(16, 1.0F);
+      if (is_inline) {
+        all_reduce(data, ReduceOp::sum, group);
+        EXPECT_EQ(data.back(), 2.0F);
+      } else {
+        expect_contains(thrown<SystemError>([&] { all_reduce(data, ReduceOp::sum, group); }),
+                        "rank 1 could not reserve shared memory: cannot reserve");
+      }
+      EXPECT_EQ(default_group().duplicate().size(), 2);  // which the ranks tell each other
+    });
+    EXPECT_EQ(statuses, std::vector<int>(2, 0)) << is_inline;
+  }
+  ::unsetenv("LOCKSTEP_TUNE");
+}
+
 /// Another thread may destroy the handle while a call uses the buffer.
 TEST(SharedEngineTest, a_buffer_whose_handle_is_destroyed_during_a_call) {
   const SharedCount in_call;

@@ -1,5 +1,6 @@
 #include "engines/shared/segment/tuning.hpp"
 #include "support/expect.hpp"
+#include "support/ranks.hpp"
 
 #include <gtest/gtest.h>
 
@@ -91,6 +92,8 @@ TEST(TuningTest, two_ranks_swap_slots_behind_the_first_line_except_on_zen) {
   EXPECT_EQ(shared::default_tuning(2, zen).inline_bytes, 248U);
   EXPECT_EQ(shared::default_tuning(2, xeon).inline_bytes, 56U);
   EXPECT_EQ(shared::default_tuning(3, xeon).inline_bytes, 248U);
+  EXPECT_EQ(shared::default_tuning(2, model("AuthenticAMD", 0x16, 1, 0)).inline_bytes, 56U);
+  EXPECT_EQ(shared::default_tuning(2, model("", 0, 0, 0)).inline_bytes, 56U);
 }
 
 TEST(TuningTest, ranks_with_a_core_each_leave_one_phase_sooner_the_more_they_are) {
@@ -130,8 +133,9 @@ TEST(TuningTest, other_text_is_rejected) {
 
 /// Sums and a reduction to the last rank, of chunks that are full, odd and empty, in memory of both
 /// kinds.
-void expect_right_results(int n_ranks) {
-  run_ranks(n_ranks, [&] {
+void expect_right_results(const Setting& setting) {
+  const int n_ranks = setting.n_ranks;
+  run_as(setting, [&] {
     for (const std::size_t count :
          {std::size_t{1}, std::size_t{30}, std::size_t{1024}, std::size_t{30'011}}) {
       const auto fill = [&](float* data) {
@@ -150,6 +154,8 @@ void expect_right_results(int n_ranks) {
       for (std::size_t i = 0; get_rank() == last && i < count; ++i) {
         ASSERT_EQ(values[i], expected(i)) << i;
       }
+      broadcast(values, last);  // through slots, or the flags' lines
+      for (std::size_t i = 0; i < count; ++i) ASSERT_EQ(values[i], expected(i)) << i;
       fill(values.data());
       fill(shared);
       all_reduce(std::span(values));
@@ -168,8 +174,10 @@ TEST(TuningTest, every_algorithm_gives_the_same_result) {
         "inline=248,flat=0,chunk=1000000000,inplace=1000000000"}) {
     const Tuned tuned(text);
     SCOPED_TRACE(text);
-    expect_right_results(2);
-    expect_right_results(3);
+    for (const Form form : {Form::threads, Form::processes}) {
+      expect_right_results({form, 2});
+      expect_right_results({form, 3});
+    }
   }
 }
 

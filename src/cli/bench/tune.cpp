@@ -13,7 +13,8 @@
 namespace lockstep::bench {
 namespace {
 
-constexpr const char* kNever = "1099511627776";  // larger than any message here
+constexpr const char* kNever = "1099511627776";            // larger than any message here
+constexpr std::uint64_t kFirstLine = 56, kAllLines = 248;  ///< of a flag, behind its word
 
 /// Medians by size and setting.
 using Medians = std::map<std::uint64_t, std::map<std::string, double>>;
@@ -69,7 +70,8 @@ std::string tuned(const Plan& plan) {
   constexpr std::uint64_t kKiB = 1024;
   const std::string never = kNever;
   const std::uint64_t in_flags =
-      last_of_first(plan, "inline=248", "inline=0", {8, 16, 32, 56, 64, 96, 128, 192, 248});
+      last_of_first(plan, fmt::format("inline={}", kAllLines), fmt::format("inline={}", kFirstLine),
+                    {64, 96, 128, 192, kAllLines});
   const std::uint64_t flat =
       last_of_first(plan, "flat=" + never, "flat=0", doubling(kKiB / 2, 1024 * kKiB));
 
@@ -94,7 +96,7 @@ std::string tuned(const Plan& plan) {
   const std::uint64_t copied =
       last_of_first(touching, "inplace=" + never, "inplace=0", doubling(512, 64 * kKiB));
   return fmt::format("LOCKSTEP_TUNE=inline={},{},inplace={}",
-                     std::min<std::uint64_t>(in_flags, 248), best, copied + 1);
+                     std::clamp(in_flags, kFirstLine, kAllLines), best, copied + 1);
 }
 
 }  // namespace lockstep::bench

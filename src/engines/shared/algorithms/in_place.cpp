@@ -28,11 +28,11 @@ bool takes_own_part(Op op) {
 
 /// Whether every rank's data is at the same offset of the same shared buffer.
 bool SharedEngine::is_same_place_on_all(const Call& call, const BufferTable::BufferRef& place) {
-  channel_.publish(place);
+  channel_.announce(place);
   channel_.end_phase(call);
   bool agree = place.buffer != 0;
   for (int r = 0; r < size(); ++r) {
-    agree = agree && channel_.published_by<BufferTable::BufferRef>(r) == place;
+    agree = agree && channel_.announced_by<BufferTable::BufferRef>(r) == place;
   }
   return agree;
 }
@@ -69,7 +69,7 @@ void SharedEngine::reduce_slice(const Call& call, std::span<std::byte*> outs) {
 }
 
 void SharedEngine::run_between_threads(const Call& call) {
-  channel_.publish(CallMemory{.in = call.in, .out = call.out, .ins = call.ins.data()});
+  channel_.announce(CallMemory{.in = call.in, .out = call.out, .ins = call.ins.data()});
   try {
     channel_.end_phase(call);
     channel_.enter_peers_memory(call);
@@ -90,7 +90,7 @@ void SharedEngine::move_between_threads(const Call& call) noexcept {
   const auto root = static_cast<std::size_t>(call.root);
   const std::size_t n_bytes = call.count * size_of(call.dtype);
   for (int r = 0; r < size(); ++r) {
-    const auto memory = channel_.published_by<CallMemory>(r);
+    const auto memory = channel_.announced_by<CallMemory>(r);
     const std::byte* in = bytes(memory.ins != nullptr ? memory.ins[me] : memory.in);
     if (in != nullptr && memory.ins == nullptr && takes_own_part(call.op)) in += me * n_bytes;
     ins_[static_cast<std::size_t>(r)] = in;

@@ -97,10 +97,10 @@ void run_on_all(Channel& channel, const Call& call, const char* what, Outcome& m
     mine.error_number = ENOMEM;
     base::copy_text(mine.text, "no memory for the list of ranks");
   }
-  channel.publish(mine);
+  channel.announce(mine);
   channel.end_phase(call);
   for (int r = 0; r < channel.size(); ++r) {
-    const auto outcome = channel.published_by<Outcome>(r);
+    const auto outcome = channel.announced_by<Outcome>(r);
     if (outcome.error_number == 0) continue;
     channel.fail_system(call, outcome.error_number,
                         fmt::format("rank {} could not {} shared memory: {}", call.number_of(r),
@@ -115,7 +115,7 @@ std::uint64_t reserve_for_all(Channel& channel, const Call& call, int leader, Re
   run_on_all(channel, call, "reserve", mine, [&] {
     if (leader == channel.rank()) mine.offset = reserve();
   });
-  return channel.published_by<Outcome>(leader).offset;
+  return channel.announced_by<Outcome>(leader).offset;
 }
 
 /// Runs map() on all ranks; returns when it has succeeded on all.
@@ -183,13 +183,13 @@ SharedEngine::SharedEngine(std::shared_ptr<Membership> membership, std::uint64_t
 
 std::unique_ptr<HostEngine> SharedEngine::split_host(const Call& call, int color, int key) {
   channel_.begin(call);
-  channel_.publish(ColorKey{.color = color, .key = key});
+  channel_.announce(ColorKey{.color = color, .key = key});
   channel_.end_phase(call);
 
   std::vector<int> members;
   std::vector<int> keys(static_cast<std::size_t>(size()));
   for (int r = 0; r < size(); ++r) {
-    const auto chosen = channel_.published_by<ColorKey>(r);
+    const auto chosen = channel_.announced_by<ColorKey>(r);
     if (chosen.color == color) members.push_back(r);
     keys[static_cast<std::size_t>(r)] = chosen.key;
   }

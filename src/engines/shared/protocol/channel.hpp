@@ -124,16 +124,16 @@ class Channel {
   std::byte* read_slot(int rank, int phases_ago, std::size_t n_bytes) noexcept {
     return place(rank, phases_ago, n_bytes);
   }
-  /// What a rank tells all others in this phase, in place of a slot: in its flag's lines, so it
-  /// needs no memory, also where none is left.
+  /// A control value for all other ranks, in place of data: in the flag's lines, which have memory
+  /// before any slot has.
   template <class T>
-  void publish(const T& value) noexcept {
+  void announce(const T& value) noexcept {
     static_assert(sizeof(T) <= kInlineBytes && std::is_trivially_copyable_v<T>);
     std::memcpy(payload(rank_, slot_index_), &value, sizeof value);
   }
-  /// What `rank` published in the phase before.
+  /// What `rank` announced in the phase before.
   template <class T>
-  T published_by(int rank) const noexcept {
+  T announced_by(int rank) const noexcept {
     T value;
     std::memcpy(&value, payload(rank, index_of(/*phases_ago=*/1)), sizeof value);
     return value;

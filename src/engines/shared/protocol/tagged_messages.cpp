@@ -201,11 +201,11 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission
     return words.emplace_back(segment.header().nonce + static_cast<std::uint64_t>(channel.rank()));
   }();
   const auto agree = [&] {
-    channel.publish(Probe{.address = reinterpret_cast<std::uint64_t>(&mine), .value = mine});
+    channel.announce(Probe{.address = reinterpret_cast<std::uint64_t>(&mine), .value = mine});
     channel.end_phase(call);
     bool is_possible = true;
     for (int r = 0; r < channel.size(); ++r) {
-      const auto theirs = channel.published_by<Probe>(r);
+      const auto theirs = channel.announced_by<Probe>(r);
       const pid_t pid = segment.rank(channel.world_rank(r)).pid.load(std::memory_order_relaxed);
       std::uint64_t value = 0;
       const auto copy = [&](Direction direction) {
@@ -215,10 +215,10 @@ bool TaggedMessages::are_possible(Channel& channel, const Call& call, Permission
       is_possible = is_possible && copy(Direction::from_peer) == 0 && value == theirs.value &&
                     copy(Direction::to_peer) == 0;  // the same value
     }
-    channel.publish(is_possible);
+    channel.announce(is_possible);
     channel.end_phase(call);
     for (int r = 0; r < channel.size(); ++r) {
-      is_possible = is_possible && channel.published_by<bool>(r);
+      is_possible = is_possible && channel.announced_by<bool>(r);
     }
     return is_possible;
   };
