@@ -13,6 +13,7 @@
 
 #include "group/failure.hpp"
 #include "group/native_engine.hpp"
+#include "group/root_cause.hpp"
 #include "record/signature.hpp"
 
 namespace lockstep::internal {
@@ -299,19 +300,8 @@ void GroupState::run_posted(Call& call, const detail::TimeLimit& limit) {
 }
 
 void GroupState::fail(const Call& call) {
-  const bool has_peer_ended = [] {
-    try {
-      throw;
-    } catch (const PeerLost&) {
-      return true;
-    } catch (const PeerFailed&) {
-      return true;
-    } catch (...) {
-      return false;
-    }
-  }();
   // Before mark_dead, which may write the record to a file.
-  group_recorder_.fail(call, has_peer_ended);
+  group_recorder_.fail(call, is_of_peer(std::current_exception()));
   try {
     throw;
   } catch (const UsageError&) {  // the group stays usable

@@ -9,12 +9,12 @@
 #include <vector>
 
 #include "cli/bench/bench.hpp"
+#include "engines/shared/segment/layout.hpp"
 
 namespace lockstep::bench {
 namespace {
 
-constexpr const char* kNever = "1099511627776";            // larger than any message here
-constexpr std::uint64_t kFirstLine = 56, kAllLines = 248;  ///< of a flag, behind its word
+constexpr const char* kNever = "1099511627776";  // larger than any message here
 
 /// Medians by size and setting.
 using Medians = std::map<std::uint64_t, std::map<std::string, double>>;
@@ -69,6 +69,7 @@ std::uint64_t last_of_first(const Plan& plan, const std::string& first, const st
 std::string tuned(const Plan& plan) {
   constexpr std::uint64_t kKiB = 1024;
   const std::string never = kNever;
+  constexpr std::uint64_t kFirstLine = shared::kFirstLineBytes, kAllLines = shared::kInlineBytes;
   const std::uint64_t in_flags =
       last_of_first(plan, fmt::format("inline={}", kAllLines), fmt::format("inline={}", kFirstLine),
                     {64, 96, 128, 192, kAllLines});

@@ -117,7 +117,8 @@ inline constexpr std::uint64_t kByRank = 1ULL << 25U;
 /// Set there when the call is between hosts, over another engine; its root is a rank there.
 inline constexpr std::uint64_t kBetweenHosts = 1ULL << 26U;
 
-inline constexpr std::size_t kInlineBytes = 248;
+/// Of data behind a flag's word: in all of its lines, and in the first.
+inline constexpr std::size_t kInlineBytes = 248, kFirstLineBytes = 56;
 
 /// A rank's flag of one phase, with its inline payload.
 struct alignas(kLine) Flag {

@@ -14,7 +14,6 @@ namespace lockstep::shared {
 namespace {
 
 constexpr std::uint64_t kKiB = 1024;
-constexpr std::uint64_t kFirstLine = 64 - sizeof(std::uint64_t);  // of a flag, behind its word
 
 /// What suits a CPU best, by `lockstep bench --tune`.
 struct CacheRule {
@@ -33,7 +32,7 @@ constexpr CacheRule kFastThirdLevel{kInlineBytes, 256 * kKiB, 128 * kKiB, 2 * kK
 /// (input, slot, peer's slot, result) take at most a quarter of the second: 64 KiB on Skylake-SP to
 /// Cooper Lake.
 CacheRule fits_second_level(std::size_t l2_bytes) {
-  CacheRule rule{kFirstLine, 64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB};
+  CacheRule rule{kFirstLineBytes, 64 * kKiB, 256 * kKiB, 8 * kKiB, 8 * kKiB};
   if (l2_bytes != 0) {
     rule.chunk_bytes =
         std::clamp<std::uint64_t>(l2_bytes / 16 / 4096 * 4096, 16 * kKiB, rule.chunk_bytes);
