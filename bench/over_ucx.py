@@ -72,8 +72,9 @@ def be_rank(backend):
         dist.init_process_group(TORCHS[backend])
         rank, ones, all_reduce = dist.get_rank(), torch.ones, dist.all_reduce
     else:
-        import lockstep
         import numpy
+
+        import lockstep
         lockstep.init_dist(backend=backend)
         rank, all_reduce = lockstep.get_rank(), lockstep.all_reduce
         ones = functools.partial(numpy.ones, dtype=numpy.float32)
