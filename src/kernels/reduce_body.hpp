@@ -3,7 +3,7 @@
 // otherwise keep a copy with instructions that the CPU does not support.
 //
 // A few registers at a time are reduced over all inputs: values stay in registers, inputs and
-// output are accessed once. The remainder goes through the same code as vectors of one lane.
+// output are accessed once. The remainder goes through the same code as shorter vectors.
 //
 // What rounds is combined in the order of the tree: neighbours, then pairs of these; an odd one out
 // is passed to the next level unchanged. So 2^k inputs that begin at a multiple of 2^k are a
@@ -269,6 +269,16 @@ template <class E, class Op, Inputs kInputs>
   constexpr int kAtOnce = kInPairs<E> && kInputs == Inputs::few ? 2 : 4;
   std::size_t at = reduce_while_fits<E, Op, kLanes, kAtOnce, kInputs>(call, 0);
   at = reduce_while_fits<E, Op, kLanes, 1, kInputs>(call, at);
+  if (at == count) return;
+  // A CPU cannot forward several short stores to one wide load: the next call's copy of a few
+  // elements stored one by one would wait until they are in the cache.
+  if constexpr (sizeof(typename E::Storage) == sizeof(typename E::Value)) {
+    constexpr int kBytes = static_cast<int>(sizeof(typename E::Value));
+    if constexpr (kRegisterBytes > 16) {
+      at = reduce_while_fits<E, Op, 16 / kBytes, 1, kInputs>(call, at);
+    }
+    if constexpr (kBytes < 8) at = reduce_while_fits<E, Op, 8 / kBytes, 1, kInputs>(call, at);
+  }
   reduce_while_fits<E, Op, 1, 1, kInputs>(call, at);
 }
 
