@@ -211,6 +211,21 @@ TEST(SharedEngineTest, a_group_has_little_memory_before_its_first_large_message)
   });
 }
 
+TEST(SharedEngineTest, the_first_message_in_slots_takes_a_page_for_each) {
+  for (const int n : {2, 4}) {
+    run_as({Form::processes, n}, [n] {
+      barrier();
+      const std::int64_t before = n_segment_bytes();
+      barrier();
+      std::vector<float> data(250, 1.0F);  // behind the flags on every CPU
+      all_reduce(data);
+      barrier();
+      EXPECT_EQ(n_segment_bytes() - before, 3 * n * std::int64_t{4096}) << n << " ranks";
+      barrier();
+    });
+  }
+}
+
 /// Slots and outboxes get memory as messages grow, of each rank for itself.
 TEST(SharedEngineTest, messages_that_grow_and_shrink) {
   for (const int n : {1, 2, 3, 5}) {

@@ -45,12 +45,14 @@ struct Parts {
 };
 
 Parts parts_of(int n_ranks) {
-  constexpr std::size_t kPage = 4096;
+  constexpr std::size_t kPage = 4096, kBefore = sizeof(RangeHeader);
   const auto n = static_cast<std::size_t>(n_ranks);
   Parts parts{};
   parts.lanes = sizeof(ChannelHeader);
   parts.refusals = parts.lanes + n * sizeof(Lane);
-  parts.slots = (parts.refusals + n * sizeof(Refusals) + kPage - 1) / kPage * kPage;
+  // Slots and outboxes begin with a page of the segment, since they get memory in pages.
+  const std::size_t end = kBefore + parts.refusals + n * sizeof(Refusals);
+  parts.slots = (end + kPage - 1) / kPage * kPage - kBefore;
   parts.outboxes = parts.slots + n * kPhases * slot_bytes_for(n_ranks);
   parts.end = parts.outboxes + n * kOutboxDepth * kOutboxBytes;
   return parts;

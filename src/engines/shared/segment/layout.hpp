@@ -18,9 +18,9 @@
 /// Every type here but Mailbox is plain data and lock-free atomics, initially all zero bytes.
 namespace lockstep::shared {
 
-/// Incremented if the meaning of members changes but no struct does: other algorithms, other flags.
-/// Nothing reads it: a part of this text, it changes the hash.
-inline constexpr int kProtocol = 4;
+/// Incremented if the meaning of members changes but no struct does: other algorithms, other flags,
+/// other places of a channel's parts. Nothing reads it: a part of this text, it changes the hash.
+inline constexpr int kProtocol = 5;
 
 inline constexpr std::uint64_t kMagic = 0x31706574736b6c6cULL;
 inline constexpr int kMaxRanks = 512;
