@@ -39,6 +39,15 @@ CLI::Validator one_of(std::initializer_list<Enum> values) {
   return choice(std::move(names));
 }
 
+/// Rejects what CLI::AsSizeValue takes for a number near 2^64.
+CLI::Validator not_negative() {
+  return CLI::Validator(
+      [](const std::string& text) {
+        return text.find('-') == std::string::npos ? "" : fmt::format("got '{}', below 0", text);
+      },
+      /*validator_desc=*/"");
+}
+
 constexpr const char* kAsRank = "--as-rank";
 
 /// Starts this program as the ranks, which print.
@@ -94,9 +103,11 @@ int bench(const std::vector<std::string>& arguments) {
           one_of({Operation::barrier, Operation::all_reduce, Operation::broadcast,
                   Operation::all_gather, Operation::reduce_scatter, Operation::all_to_all}));
   app.add_option("--min", least, "Smallest buffer (default 4; takes 4KiB, 1MiB)")
-      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
+      ->transform(not_negative());
   app.add_option("--max", most, "Largest buffer (default 16MiB)")
-      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false));
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/false))
+      ->transform(not_negative());
   app.add_option("--factor", factor, "Factor between sizes (default 4)")
       ->check(CLI::Range(2, 1024));
   app.add_option("--type", plan.type, "Elements: u8, i32, i64, f16, bf16, f32 (default) or f64")
@@ -113,10 +124,15 @@ int bench(const std::vector<std::string>& arguments) {
       ->check(CLI::Range(1, 1000));
   app.add_option("--block-ms", block_ms, "Length of a block (default 25)")
       ->check(CLI::Range(1, 60'000));
-  app.add_flag("--tune", is_tuning,
-               "Only measure the shared engine's thresholds for -n ranks\n"
-               "(about a minute) and print the best LOCKSTEP_TUNE=...");
   app.add_option("--json", json, "Write all figures to FILE");
+  CLI::Option* const tune =
+      app.add_flag("--tune", is_tuning,
+                   "Only measure the shared engine's thresholds for -n ranks\n"
+                   "(about a minute) and print the best LOCKSTEP_TUNE=...");
+  for (const char* of_sizes : {"--operation", "--min", "--max", "--factor", "--type", "--mode",
+                               "--shared", "--threads", "--no-processes", "--json"}) {
+    tune->excludes(app.get_option(of_sizes));
+  }
   app.add_flag(kAsRank, is_rank)->group("");  // internal
 
   if (const auto exit_code = parse(app, arguments)) return *exit_code;
@@ -128,10 +144,13 @@ int bench(const std::vector<std::string>& arguments) {
                least, most, size_of(plan.type), name_of(plan.type));
     return kUsageExitCode;
   }
-  if (without_processes && (is_tuning || !with_threads)) {
-    fmt::print(stderr,
-               "lockstep bench: --no-processes leaves nothing to measure; add --threads{}\n",
-               is_tuning ? ", or leave one of --tune and --no-processes out" : "");
+  if (without_processes && !with_threads) {
+    fmt::print(stderr, "lockstep bench: --no-processes leaves nothing to measure; add --threads\n");
+    return kUsageExitCode;
+  }
+  if (is_tuning && plan.n_ranks < 2) {
+    fmt::print(stderr, "lockstep bench: --tune measures at least two ranks, not -n {}\n",
+               plan.n_ranks);
     return kUsageExitCode;
   }
   const bool has_processes = !without_processes;
