@@ -90,7 +90,7 @@ bench_all() { # [--check] [--only RUN,...]
 }
 
 command_bench() {
-  local names=() arguments=() argument name
+  local name
   case "${1:-} $#" in
     growth\ *) bench_growth "${@:2}" ;;
     python\ *) bench_python python_ranks.py "${@:2}" ;;
@@ -100,16 +100,15 @@ command_bench() {
     ucx\ *) bench_ucx "${@:2}" ;;
     '--diff 3') scripts/performance.py diff "$2" "$3" ;;
     '--check 2') scripts/performance.py check "$2" bench/goals.json ;;
+    --diff\ *) die "bench: --diff takes two records, as those of bench/results" ;;
     ' 0' | --*) bench_all "$@" ;;
     *)
-      for argument; do
-        if [[ $argument == -* ]]; then arguments+=("$argument"); else names+=("${argument#bench_}"); fi
-      done
-      build release lockstep_cli "${names[@]/#/bench_}"
-      for name in "${names[@]}"; do
-        say "$name"
-        "build/release/bench/bench_$name" "${arguments[@]}"
-      done
+      name=${1#bench_}
+      [ -e "bench/$name.cpp" ] || [ -e "bench/nn/$name.cpp" ] ||
+        die "bench: there is no benchmark $name; there are $(cd bench && basename -as .cpp -- *.cpp nn/*.cpp | xargs)" \
+          "and growth, python, steps, elastic, mpi, ucx"
+      build release lockstep_cli "bench_$name"
+      "build/release/bench/bench_$name" "${@:2}"
       ;;
   esac
 }

@@ -260,7 +260,7 @@ def measure(lockstep, out, *names):
             sys.exit(f"there is no run '{name}'; there are {', '.join(every)}")
     result = {'machine': machine(), 'runs': {}}
     if names and os.path.exists(out):
-        kept = json.load(open(out))
+        kept = record_of(out)
         if kept['machine'] != result['machine']:
             sys.exit(f"{out} is of another machine, {kept['machine']}: measure into another file")
         result['runs'] = kept['runs']
@@ -449,9 +449,21 @@ def blocks_of(result, result_path):
     return blocks
 
 
+def record_of(path):
+    """What `./dev bench` has written to this file."""
+    try:
+        with open(path) as file:
+            record = json.load(file)
+    except (OSError, ValueError) as error:
+        sys.exit(f'{path}: {error.strerror if isinstance(error, OSError) else error}; expected a record, as those of '
+                 'bench/results')
+    if not isinstance(record, dict) or not {'machine', 'runs'} <= record.keys():
+        sys.exit(f'{path} is not a record of ./dev bench, as those of bench/results are')
+    return record
+
+
 def draw(result_path, *pages):
-    with open(result_path) as file:
-        result = json.load(file)
+    result = record_of(result_path)
     for name, block in blocks_of(result, result_path).items():
         put(name, block, *pages)
     title, curves, _ = overview(result)
@@ -460,8 +472,9 @@ def draw(result_path, *pages):
 
 
 def check(result_path, goals_path, *names):
-    with open(result_path) as record, open(goals_path) as file:
-        result, goals = json.load(record), json.load(file)
+    result = record_of(result_path)
+    with open(goals_path) as file:
+        goals = json.load(file)
     words = []
     for goal, text, word in judge(result, goals):
         if names and not set(names) & set(runs_of(goal)):
@@ -473,7 +486,7 @@ def check(result_path, goals_path, *names):
 
 
 def diff(path_a, path_b):
-    a, b = json.load(open(path_a)), json.load(open(path_b))
+    a, b = record_of(path_a), record_of(path_b)
     for side, result in (('A', a), ('B', b)):
         print(f"{side}: {result['machine']['cpu']}, {when(result)}")
     for name in a['runs']:

@@ -237,10 +237,30 @@ def n_bytes_of(text):
     return int(found.group(1)) << {'': 0, 'k': 10, 'm': 20, 'g': 30}[found.group(2)]
 
 
+def more_than(least, number):
+    def parse(text):
+        try:
+            value = number(text)
+        except ValueError:
+            value = math.nan
+        if not least < value < math.inf:
+            raise argparse.ArgumentTypeError(f"got '{text}', expected a number above {least}")
+        return value
+
+    return parse
+
+
+def new_file(path):
+    folder = os.path.dirname(path) or '.'
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"there is no folder '{folder}' for '{path}'")
+    return path
+
+
 def options_of(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('-n', dest='n_ranks', type=int, default=2, help='ranks (default 2)')
+    add('-n', dest='n_ranks', type=more_than(0, int), default=2, help='ranks (default 2)')
     add('--operation', dest='operations', nargs='+', choices=OPERATIONS, default=['all_reduce'])
     add('--min', type=n_bytes_of, default=4, help='smallest buffer (default 4)')
     add('--max', type=n_bytes_of, default=16 << 20, help='largest buffer (default 16MiB)')
@@ -255,18 +275,22 @@ def options_of(arguments):
         help='packages of the system, newer releases (-wheel, and intelmpi), and limits for all_reduce of f32 '
         'and barrier: minimum, two processes that only exchange flags and data; unchecked, the shared engine '
         'without checks, timeouts and records')
-    add('--blocks', type=int, default=5, help='of each candidate, size and placement (default 5)')
-    add('--block-ms', type=float, default=25, help='length of a block (default 25)')
-    add('--json', help='write all figures to this file')
-    add('--svg', help='draw the latencies of all_reduce to this file (gnuplot)')
+    add('--blocks', type=more_than(0, int), default=5, help='of each candidate, size and placement (default 5)')
+    add('--block-ms', type=more_than(0, float), default=25, help='length of a block (default 25)')
+    add('--json', type=new_file, help='write all figures to this file')
+    add('--svg', type=new_file, help='draw the latencies of all_reduce to this file (gnuplot)')
     add('--programs', default=os.path.join(FOLDER, '..', '..', 'build', 'release', 'bench'),
         help='folder of the built programs (default build/release/bench)')
     options = parser.parse_args(arguments)
     if options.factor < 2 or not TYPES[options.type][1] <= options.min <= options.max <= 4 << 30:
         parser.error('sizes are from one element to 4 GiB, --min not above --max, --factor at least 2')
+    if options.no_processes and not options.threads and not options.peers:
+        parser.error('nothing is left to measure: leave --no-processes out, or give --threads or --peer')
     n_sizes = int(math.log(options.max / options.min, options.factor) + 1e-9) + 1
     options.sizes = [options.min * options.factor**i for i in range(n_sizes)]
     options.programs = os.path.realpath(options.programs)
+    if not os.path.exists(os.path.join(options.programs, 'bench_probe')):
+        parser.error(f'{options.programs} has no programs; `./dev build release bench/all` builds those of build/release')
     return options
 
 
