@@ -14,7 +14,8 @@ namespace lockstep::kernels {
 /// products wrap. min and max propagate NaN. Empty moments count as absent. `out` may be one of the
 /// inputs and may not overlap them otherwise. No alignment is required. n in 1..2^21 (for n = 1 the
 /// input is copied); op must fit dtype, see can_reduce. Bitwise equal on every instruction set,
-/// except the payload of a NaN produced by a sum or product. Threads: any number at once.
+/// except the sign and the payload of a NaN that a sum, product or mean gives. Threads: any number
+/// at once.
 void reduce(DType dtype, ReduceOp op, const void* const* in, int n, void* out, std::size_t count);
 
 }  // namespace lockstep::kernels

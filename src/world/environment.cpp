@@ -80,7 +80,9 @@ internal::World read_world(const Names& names) {
 std::string values_of(std::initializer_list<const char*> names) {
   std::string values;
   for (const char* name : names) {
-    if (const auto value = variable(name)) values += fmt::format("{}={} ", name, *value);
+    if (const auto value = variable(name)) {
+      values += fmt::format("{}{}={}", values.empty() ? "" : " ", name, *value);
+    }
   }
   return values;
 }

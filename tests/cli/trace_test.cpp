@@ -211,7 +211,8 @@ TEST_F(TraceTest, names_that_cannot_be_are_errors_before_anything_starts) {
 TEST_F(TraceTest, a_program_without_lockstep_leaves_an_empty_trace) {
   const Ended ended = run_traced("2", {"true"});
   EXPECT_EQ(ended.exit_code, 0);
-  expect_contains(ended.err, "t.json is empty: no rank called init_dist or run_ranks");
+  expect_contains(ended.err,
+                  "t.json is empty: no rank has joined a world by init_dist or run_ranks");
   EXPECT_TRUE(read()["traceEvents"].empty());
   expect_contains(summary(), "0 ranks");
 }

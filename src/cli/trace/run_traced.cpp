@@ -67,7 +67,8 @@ int run_traced(const std::string& file, const run::NodesOptions& nodes,
     const Trace trace = read_folder(folder.path());
     write(trace, path.string());
     say(trace.rows.empty()
-            ? fmt::format("{} is empty: no rank called init_dist or run_ranks", path.string())
+            ? fmt::format("{} is empty: no rank has joined a world by init_dist or run_ranks",
+                          path.string())
             : fmt::format("{} has {} events; see lockstep trace summary, or ui.perfetto.dev",
                           path.string(), trace.events.size()));
     return exit_code;

@@ -101,7 +101,7 @@ std::string slowest(const Trace& trace, const std::vector<RankTotals>& ranks) {
     return a.awaited_ns < b.awaited_ns;
   });
   const Row& row = trace.rows[static_cast<std::size_t>(most - ranks.begin())];
-  return fmt::format("Slowest: {}. The others waited {} for it, {} of all their waiting\n",
+  return fmt::format("Slowest: {}. The others waited {} for it, {} of the waiting of all ranks\n",
                      name_of(row), time_of(most->awaited_ns),
                      percent(most->awaited_ns, waiting_ns));
 }
