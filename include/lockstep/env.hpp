@@ -46,7 +46,8 @@ struct Env {
   Check check = Check::light;
   /// LOCKSTEP_TUNE: inline=BYTES,flat=BYTES,chunk=BYTES,inplace=BYTES, each of them optional: the
   /// sizes at which the shared engine changes its algorithm, instead of the measured defaults
-  /// (docs/performance.md). The process that creates a group's segment decides for the group.
+  /// (docs/performance.md). `lockstep run` decides for the ranks of its host; under
+  /// another launcher the first of them does.
   std::optional<std::string> tune;
 
   /// LOCKSTEP_NETWORK: accepted and ignored. It described the network between hosts, by which the

@@ -68,8 +68,9 @@ std::string_view name_of(DType dtype);
 /// propagate NaN. The bitwise operations take integers and bool; bool has no sum, product or mean.
 /// Every reduction is in the order of one tree over the ranks, ((0 + 1) + (2 + 3)) + ..., where an
 /// odd one out is passed up unchanged, whatever the size and the engine: the results are bitwise
-/// identical on all ranks. Over several hosts first the ranks of each host, then the hosts:
-/// the same tree if each host has 2^k consecutive ranks, and the last at most as many.
+/// identical on all ranks, but for the sign and the payload of a NaN that a sum, product or mean
+/// gives, which differ between CPUs. Over several hosts first the ranks of each host, then the
+/// hosts: the same tree if each host has 2^k consecutive ranks, and the last at most as many.
 enum class ReduceOp : std::uint8_t { sum, product, min, max, band, bor, bxor, mean };
 
 /// A row of kReduceOps.
