@@ -82,7 +82,7 @@ class BootstrapTest : public testing::Test {
 
   /// The socket's name, as the ranks of this test have it.
   std::string name() const {
-    return bootstrap_socket_name(fmt::format("MASTER_ADDR=127.0.0.1 MASTER_PORT={} ", port_));
+    return bootstrap_socket_name(fmt::format("MASTER_ADDR=127.0.0.1 MASTER_PORT={}", port_));
   }
 
   int wait_for(pid_t pid) {
