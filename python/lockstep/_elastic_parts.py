@@ -39,16 +39,22 @@ class _Tensors:
         self._tensors: list[Any] = []  # None where a module has a buffer that is None
         self._kinds: list[list[torch.Tensor]] = []  # of one device, type, and shape but for the first dimension
         self._copies: list[torch.Tensor] = []
+        self._alone: list[torch.Tensor] = []
+        self._copies_alone: list[torch.Tensor] = []
 
     def keep(self) -> None:
         now = [values.get(name) for values, name in self._places]
         if len(now) != len(self._tensors) or not all(map(is_, now, self._tensors)):  # the program may have assigned others
             kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
+            alone = []  # what cat changes or split cannot take: sparse tensors, and quantized ones of several scales
             for tensor in now:
-                if tensor is not None:
+                if tensor is not None and (tensor.layout is not torch.strided or tensor.is_quantized):
+                    alone.append(tensor)
+                elif tensor is not None:
                     kinds[tensor.device, tensor.dtype, tensor.ndim, tensor.shape[1:]].append(tensor)
-            self._tensors, self._kinds = now, list(kinds.values())
+            self._tensors, self._kinds, self._alone = now, list(kinds.values()), alone
         self._copies = [torch.cat(kind) if kind[0].ndim else torch.stack(kind) for kind in self._kinds]
+        self._copies_alone = [tensor.clone() for tensor in self._alone]
 
     def set_back(self) -> None:
         for values in self._dicts:
@@ -59,6 +65,8 @@ class _Tensors:
             lengths = [len(tensor) if tensor.ndim else 1 for tensor in kind]
             for tensor, value in zip(kind, kept.split(lengths), strict=True):
                 tensor.copy_(value.view(tensor.shape))
+        for tensor, value in zip(self._alone, self._copies_alone, strict=True):
+            tensor.copy_(value)
 
 
 class Module:

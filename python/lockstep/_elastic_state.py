@@ -229,6 +229,7 @@ class ElasticState:
         is_saved = is_saved and self._save is not None
         if self._is_elastic or is_saved:
             self._keep()
+            self._compare_generators()
             waits = self._agree(self._write() if is_saved else None)
             _core.step_done()
             if waits:
@@ -245,7 +246,19 @@ class ElasticState:
         _core.barrier()
         if self._save is not None:
             self._keep()
+            self._compare_generators()
             self._agree(self._write())
+
+    def _compare_generators(self) -> None:
+        """Collective: those that have drawn other numbers on some rank are no longer common. At each step, because the
+        ranks that a lost one leaves, one perhaps, can no longer tell."""
+        if self._seed is not None:
+            return
+        digests = self._digests()
+        drawn = [int.from_bytes(_hash(digests.get(name, b""))[:7], "little") for name in _NAMES]
+        most = array.array("q", [*drawn, *(~each for each in drawn)])
+        _core.all_reduce(most, "max")
+        self._common -= {name for i, name in enumerate(_NAMES) if most[i] != ~most[i + len(_NAMES)]}
 
     def _agree(self, failure: Exception | None) -> bool:
         """Collective: whether a replacement waits; raises on all ranks if one could not write the state."""
@@ -408,6 +421,9 @@ class _Drawn(NamedTuple):
     memory: bytes  # in which it lies: where that is the same, nobody has drawn a number since
     state: Any
     digest: bytes  # the same on ranks whose generators are
+
+
+_NAMES = ("torch", "random", "numpy", "cuda")
 
 
 def _generators(former: dict[str, Any]) -> dict[str, Any]:

@@ -261,7 +261,9 @@ void Attempt::give_up(const std::string& why) {
   phase_deadline_ = Clock::now() + kNotice;
   print_line(why + "; ending the job");
   if (elastic_ && !has_regrouped_) {
-    print_line("no rank has called regroup() or run_elastic(), by which a program goes on");
+    print_line(
+        "no rank had gone on by regroup() or run_elastic() before; a program that calls neither "
+        "ends with its first lost rank");
   }
   why_it_ends_ = why;
   refuse_all();

@@ -11,6 +11,7 @@
 //   options     a schedule, and betas that change in each step
 //   objects     a list and a number
 //   random      numbers that all ranks draw alike
+//   own         each rank draws numbers of its own
 //   accumulate  micro-batches
 //   two         two optimizers that step together
 //   alternate   two optimizers with a backward between them, and a snapshot
@@ -22,9 +23,11 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
 #include <functional>
 #include <lockstep/lockstep.hpp>
 #include <lockstep/nn.hpp>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -204,6 +207,7 @@ class Program {
                     },
                     {.backend = name_ == "gloo" ? "gloo" : "auto"});
     point_.at("complete");
+    if (name_ == "own") check_own_numbers();
     if (point_.fatal == "complete" && fate::place() == 0) {
       std::this_thread::sleep_for(std::chrono::seconds(6));
     }
@@ -219,15 +223,24 @@ class Program {
     }
   }
 
+  static void check_own_numbers() {
+    const auto drawn = lockstep::all_gather_object(torch::rand({1}, torch::kDouble).item<double>());
+    if (std::set(drawn.begin(), drawn.end()).size() < drawn.size()) {
+      throw lockstep::UsageError({.operation = "own"}, "two ranks have drawn the same number");
+    }
+  }
+
   void begin_step(std::int64_t step) {
     point_.step = step;
+    if (name_ == "own" && step == 0) torch::manual_seed(100 + lockstep::get_rank());
     if (point_.fatal == "all" && step == 6) ::kill(::getpid(), SIGKILL);
     // Of whose replacement something is told.
     for (const std::string of : {"sent", "loaded", "edited"}) point_.in_step(of);
     if (fate_ != nullptr) fate_->train(static_cast<int>(step));
     // Until the replacement has come: what it gets matters to the steps that follow.
     const bool is_awaited = fate_ == nullptr && point_.fatal != "alone" && step > kFatalStep + 2;
-    while (is_awaited && lockstep::get_world_size() < 3 && !lockstep::has_waiting_replacements()) {
+    const int n = std::atoi(std::getenv("WORLD_SIZE"));
+    while (is_awaited && lockstep::get_world_size() < n && !lockstep::has_waiting_replacements()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     point_.in_step(point_.fatal == "regroup" && fate::place() == 1 ? "regroup" : "before_forward");

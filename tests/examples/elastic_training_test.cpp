@@ -199,6 +199,17 @@ TEST_F(ElasticProgramsTest, wherever_a_rank_is_killed) {
   for (const std::string& point : kPoints) kill_at("alternate", point, undisturbed);
 }
 
+TEST_F(ElasticProgramsTest, the_replacement_draws_as_the_only_rank_left_if_the_lost_one_did) {
+  const std::vector<std::string> on_two{"-n", "2", "--elastic", "1"};
+  const Trained alike =
+      train_program({ELASTIC_PROGRAMS, "random"}, on_two, kStepsOfPrograms, {"backward"});
+  expect_same(alike, alone("random"), "random\n");
+  const Trained own =
+      train_program({ELASTIC_PROGRAMS, "own"}, on_two, kStepsOfPrograms, {"backward"});
+  EXPECT_EQ(own.ended.exit_code, 0) << own.ended.err;
+  EXPECT_TRUE(contains(own.ended.err, "SIGKILL")) << own.ended.err;
+}
+
 /// The whole table, and random ends over all programs: as many runs as LOCKSTEP_FAULT_RUNS says.
 TEST_F(ElasticProgramsTest, campaign) {
   const char* const runs = std::getenv("LOCKSTEP_FAULT_RUNS");

@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler  # noqa: E402
 
 import lockstep  # noqa: E402
 import lockstep.nn as nn  # noqa: E402
+from lockstep._elastic_parts import _Tensors  # noqa: E402
 from lockstep._elastic_state import _generators, _set_generators  # noqa: E402
 
 
@@ -352,6 +353,24 @@ def test_a_loader_that_begins_again_in_an_epoch_draws_nothing():
         training.run(train)
         drawn.append(torch.rand(3).tolist())
     assert drawn[1:] == drawn[:1] * 3
+
+
+def test_buffers_that_no_cat_takes_are_set_back():
+    module = torch.nn.Module()
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    for name, scale in ("fine", 0.1), ("coarse", 1.0):
+        module.register_buffer(name, torch.quantize_per_tensor(torch.tensor([10 * scale]), scale, 0, torch.qint8))
+    tensors = _Tensors([module._buffers])
+    tensors.keep()
+    former = module.sparse
+    with torch.no_grad():
+        module.sparse.mul_(2)
+        for name in "fine", "coarse":
+            module.get_buffer(name).copy_(torch.zeros(1))
+    module.added = torch.zeros(1)
+    tensors.set_back()
+    assert module.sparse is former and torch.equal(module.sparse.to_dense(), torch.eye(3))
+    assert module.fine.dequantize().item() == pytest.approx(1) and module.coarse.dequantize().item() == 10
 
 
 def test_generators_whatever_has_drawn():

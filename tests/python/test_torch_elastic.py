@@ -172,6 +172,26 @@ def test_training_over_ranks_that_are_killed_and_replaced_is_that_of_one(train, 
     assert printed.count("was killed by SIGKILL") == 4, printed
 
 
+def keep_drawing(alike):
+    trainer = Trainer(lambda trainer, at: (dies(1, 5, "forward")(trainer, at), trainer.state.step == 8 and wait_for_replacements(2)))
+    torch.manual_seed(1)
+
+    def train():
+        if trainer.state.step == 0:
+            torch.manual_seed(7 if alike else 100 + PLACE)
+        trainer.train(12)
+        print(f"drawn {torch.rand(1).item()}")
+
+    trainer.run(12, train)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_replacement_draws_as_the_only_rank_left_if_the_lost_one_did(train, alike):
+    printed, _ = train(2, keep_drawing, "1", alike=alike)
+    drawn = [line for line in printed.splitlines() if "drawn " in line]
+    assert len(drawn) == 2 and len({line.split("drawn ")[1] for line in drawn}) == (1 if alike else 2), printed
+
+
 def train_over_a_lost_rank_and_a_lost_host():
     def end(trainer, point):
         here = (trainer.state.step, point)

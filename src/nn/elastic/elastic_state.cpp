@@ -92,15 +92,22 @@ void ElasticState::Implementation::begin_step() {
   kept.seed_generators(base::hash_of_bytes(of.data(), sizeof of));
 }
 
+bool ElasticState::Implementation::compare_ranks(std::source_location where) {
+  const auto drawn = static_cast<std::int64_t>(options.seed ? 0 : kept.hash_of_generators());
+  std::array most{std::int64_t{is_elastic && has_waiting_replacements()}, drawn, ~drawn};
+  all_reduce(std::span(most), {.op = ReduceOp::max}, where);
+  draw_alike = draw_alike && most[1] == ~most[2];
+  return most[0] != 0;
+}
+
 void ElasticState::Implementation::complete(Position next, bool is_saved,
                                             std::source_location where) {
   position = next;
   keep();
   if (!options.save.empty()) file = is_saved ? FileState::due : FileState::behind;
-  if (is_elastic) {
-    const bool waits = all_reduce_value(has_waiting_replacements() ? 1 : 0, ReduceOp::max,
-                                        default_group(), {}, where) != 0;
-    lockstep::step_done();
+  if (is_elastic || file == FileState::due) {
+    const bool waits = compare_ranks(where);
+    if (is_elastic) lockstep::step_done();
     if (waits) throw Regroup();
   }
   if (file == FileState::due) save(where);

@@ -30,10 +30,11 @@ struct ElasticState::Implementation::Report {
   int file = 0;              ///< FileState
   std::int64_t n_runs = 0;
   std::uint64_t generators = 0;  ///< KeptState::hash_of_generators
+  bool draw_alike = true;
 
   template <class Archive>
   void serialize(Archive& archive) {
-    archive(has_state, position, has_changed, file, n_runs, generators);
+    archive(has_state, position, has_changed, file, n_runs, generators, draw_alike);
   }
 };
 
@@ -42,6 +43,7 @@ void ElasticState::Implementation::write(torch::serialize::OutputArchive& archiv
   mine.write("steps", c10::IValue(position.steps));
   mine.write("epoch_ends", c10::IValue(position.ends));
   mine.write("epoch_steps", c10::IValue(epoch_steps));
+  mine.write("draw_alike", c10::IValue(draw_alike));
   kept.save(mine);
   archive.write("elastic", mine);
 }
@@ -58,7 +60,10 @@ void ElasticState::Implementation::load(const std::string& bytes, bool with_gene
     of_rank.read("steps", steps);
     of_rank.read("epoch_ends", ends);
     of_rank.read("epoch_steps", of_epoch);
-    kept.load(of_rank, with_generators);
+    c10::IValue alike(true);
+    of_rank.try_read("draw_alike", alike);  // not in files of before
+    draw_alike = alike.toBool();
+    kept.load(of_rank, with_generators && draw_alike);
     position = {.steps = steps.toInt(), .ends = ends.toInt()};
     epoch_steps = of_epoch.toInt();
   });
@@ -91,7 +96,8 @@ ElasticState::Implementation::Report ElasticState::Implementation::report() {
           .has_changed = has_state && !options.snapshot && kept.have_parameters_changed(),
           .file = static_cast<int>(file),
           .n_runs = n_runs,
-          .generators = kept.hash_of_generators()};
+          .generators = kept.hash_of_generators(),
+          .draw_alike = draw_alike};
 }
 
 void ElasticState::Implementation::take(const Report& newest, int source, bool is_start,
@@ -159,12 +165,13 @@ void ElasticState::Implementation::synchronise(std::source_location where) {
   }
   if (!has_state) kept.keep();
   if (is_start || is_newest(all[static_cast<std::size_t>(group.rank())])) kept.set_back();
+  // Ranks that draw alike go on alike; others draw numbers of their own, such as of dropout.
+  draw_alike = std::ranges::all_of(all, [&](const Report& rank) {
+    const bool counts = is_start || is_newest(rank);
+    return !counts || (rank.draw_alike && rank.generators == newest->generators);
+  });
   if (!std::ranges::all_of(all, is_newest)) {
     const auto source = is_start ? 0 : static_cast<int>(newest - all.begin());
-    // Ranks that draw alike go on alike; others draw numbers of their own, such as of dropout.
-    const bool draw_alike = std::ranges::all_of(all, [&](const Report& rank) {
-      return !is_newest(rank) || rank.generators == newest->generators;
-    });
     take(*newest, source, is_start, /*with_generators=*/!is_start && draw_alike, where);
   }
   has_state = true;

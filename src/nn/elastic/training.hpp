@@ -48,6 +48,9 @@ struct ElasticState::Implementation {
   bool has_state = false;        ///< it has had the state of all ranks
   bool is_running = false;       ///< in run_elastic
   bool is_elastic = false;       ///< and a step may have to be repeated
+  /// All ranks have drawn the same numbers until now. Compared at each step, because the ranks that
+  /// a lost one leaves, one perhaps, can no longer tell.
+  bool draw_alike = true;
   FileState file = FileState::current;
   std::int64_t n_runs = 0;  ///< calls of run_elastic in this process, with this one
   std::optional<GradientWatch> watch{};
@@ -61,6 +64,8 @@ struct ElasticState::Implementation {
   /// The present step begins with what is now.
   void keep();
   void begin_step();
+  /// Whether a replacement waits. Collective.
+  bool compare_ranks(std::source_location where);
   /// The step before `next` is complete. Collective.
   void complete(Position next, bool is_saved, std::source_location where);
   void complete_step(std::source_location where);
