@@ -105,9 +105,9 @@ void ElasticState::Implementation::complete(Position next, bool is_saved,
   position = next;
   keep();
   if (!options.save.empty()) file = is_saved ? FileState::due : FileState::behind;
-  if (is_elastic || file == FileState::due) {
+  if (is_elastic) {
     const bool waits = compare_ranks(where);
-    if (is_elastic) lockstep::step_done();
+    lockstep::step_done();
     if (waits) throw Regroup();
   }
   if (file == FileState::due) save(where);

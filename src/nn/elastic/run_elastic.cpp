@@ -84,6 +84,10 @@ void ElasticState::Implementation::load_file(const std::string& path, std::sourc
 }
 
 void ElasticState::Implementation::save(std::source_location where) {
+  if (!is_elastic) {  // else at each step
+    kept.keep();
+    static_cast<void>(compare_ranks(where));
+  }
   save_parts(
       "run_elastic", options.save, kept.parts(),
       [this](torch::serialize::OutputArchive& archive) { write(archive); }, default_group(), where);
