@@ -91,8 +91,7 @@ def _synchronise(state: ElasticState) -> None:
         mine.check(everyone, newest)
     # A replacement takes the generators that drew the same numbers on all ranks until now, and has its own of the others.
     givers = [each.generators for each in everyone if each.completed == newest]
-    common = {name for name, digest in givers[0].items() if all(each.get(name) == digest for each in givers)}
-    state._common = common & state._common if state._has_state else common
+    state._common = {name for name, digest in givers[0].items() if all(each.get(name) == digest for each in givers)}
     has_newest = state._has_state and mine.completed == newest
     if has_newest:
         state._set_back()

@@ -48,7 +48,7 @@ class _Tensors:
             kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
             alone = []  # what cat changes or split cannot take: sparse tensors, and quantized ones of several scales
             for tensor in now:
-                if tensor is not None and (tensor.layout is not torch.strided or tensor.is_quantized):
+                if tensor is not None and (tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested):
                     alone.append(tensor)
                 elif tensor is not None:
                     kinds[tensor.device, tensor.dtype, tensor.ndim, tensor.shape[1:]].append(tensor)

@@ -262,6 +262,19 @@ TEST_F(ElasticProgramsTest, the_same_command_goes_on_after_all_ranks_were_lost) 
   EXPECT_TRUE(contains(resumed.ended.out, "begins with step 6")) << resumed.ended.out;
 }
 
+TEST_F(ElasticProgramsTest, ranks_that_resume_draw_as_one_only_if_they_did) {
+  for (const std::vector<std::string>& run :
+       {std::vector<std::string>{"-n", "2"},
+        std::vector<std::string>{"-n", "2", "--elastic", "2"}}) {
+    const std::string file = folder_ / fmt::format("own {}.pt", run.size());
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const Trained ended = train_program({ELASTIC_PROGRAMS, "own_first"}, run, kStepsOfPrograms,
+                                          {"alone", "0", "1", file});
+      EXPECT_EQ(ended.ended.exit_code, 0) << attempt << ended.ended.err;
+    }
+  }
+}
+
 TEST_F(ElasticProgramsTest, a_rank_that_ends_after_the_training_leaves_the_others_at_work) {
   const Trained undisturbed = alone("objects");
   const Trained crashed = train_program(

@@ -367,9 +367,9 @@ def test_buffers_that_no_cat_takes_are_set_back():
         module.sparse.mul_(2)
         for name in "fine", "coarse":
             module.get_buffer(name).copy_(torch.zeros(1))
-    module.added = torch.zeros(1)
+    module.register_buffer("added", torch.zeros(1))
     tensors.set_back()
-    assert module.sparse is former and torch.equal(module.sparse.to_dense(), torch.eye(3))
+    assert "added" not in module._buffers and module.sparse is former and torch.equal(module.sparse.to_dense(), torch.eye(3))
     assert module.fine.dequantize().item() == pytest.approx(1) and module.coarse.dequantize().item() == 10
 
 

@@ -192,6 +192,29 @@ def test_the_replacement_draws_as_the_only_rank_left_if_the_lost_one_did(train, 
     assert len(drawn) == 2 and len({line.split("drawn ")[1] for line in drawn}) == (1 if alike else 2), printed
 
 
+def draw_after_a_file():
+    trainer = Trainer(save="training.state", save_every=4)
+    torch.manual_seed(1)
+
+    def train():
+        if trainer.state.step == 0:
+            torch.manual_seed(100 + PLACE)
+        trainer.train(6)
+        print(f"drawn {torch.rand(1).item()}")
+
+    trainer.run(6, train)
+
+
+@pytest.mark.parametrize("limits", ["2", None])
+def test_ranks_that_resume_draw_as_one_only_if_they_did(train, limits):
+    drawn = []
+    for _ in range(2):
+        printed, _ = train(2, draw_after_a_file, limits)
+        drawn.append([line.split("drawn ")[1] for line in printed.splitlines() if "drawn " in line])
+    torch.manual_seed(1)
+    assert len(set(drawn[0])) == 2 and drawn[1] == [str(torch.rand(1).item())] * 2, drawn
+
+
 def train_over_a_lost_rank_and_a_lost_host():
     def end(trainer, point):
         here = (trainer.state.step, point)

@@ -116,7 +116,7 @@ struct ElasticOptions {
   /// Seeds torch's default generators from (seed, step, ends of epochs, rank) before each step.
   /// Then two runs whose worlds have the same sizes at the same steps compute the same, bit for
   /// bit. Unset: the generators' states are set back where a step is repeated; a rank that gets the
-  /// state gets them too if the others draw alike, and otherwise has its own.
+  /// state gets them too if all ranks have drawn alike until then, and otherwise has its own.
   std::optional<std::uint64_t> seed{};
   /// Parameters of the parts that no optimizer of the parts steps, although they get gradients: the
   /// program changes them itself. Of a module: module->parameters().

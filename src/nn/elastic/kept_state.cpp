@@ -221,7 +221,7 @@ class KeptGenerators : public KeptThing {
   }
   void set_back() override { assign(states_); }
   void save(OutputArchive& archive) const override {
-    archive.write("generators", c10::IValue(states()));
+    archive.write("generators", c10::IValue(states_));  // what the ranks have compared
   }
   void load(InputArchive& archive) override {
     c10::IValue value;

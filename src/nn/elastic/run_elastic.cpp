@@ -43,7 +43,7 @@ void ElasticState::Implementation::write(torch::serialize::OutputArchive& archiv
   mine.write("steps", c10::IValue(position.steps));
   mine.write("epoch_ends", c10::IValue(position.ends));
   mine.write("epoch_steps", c10::IValue(epoch_steps));
-  mine.write("draw_alike", c10::IValue(draw_alike));
+  mine.write("draw_alike", c10::IValue(draw_alike && !options.seed));
   kept.save(mine);
   archive.write("elastic", mine);
 }
@@ -61,7 +61,7 @@ void ElasticState::Implementation::load(const std::string& bytes, bool with_gene
     of_rank.read("epoch_ends", ends);
     of_rank.read("epoch_steps", of_epoch);
     c10::IValue alike(true);
-    of_rank.try_read("draw_alike", alike);  // not in files of before
+    of_rank.try_read("draw_alike", alike);  // earlier versions did not write it
     draw_alike = alike.toBool();
     kept.load(of_rank, with_generators && draw_alike);
     position = {.steps = steps.toInt(), .ends = ends.toInt()};
@@ -141,6 +141,7 @@ void ElasticState::Implementation::take(const Report& newest, int source, bool i
 
 void ElasticState::Implementation::synchronise(std::source_location where) {
   const Group group = default_group();
+  if (!has_state) kept.keep();
   const auto all = all_gather_object(report(), group, {}, where);
   const auto newest = std::ranges::max_element(
       all, {}, [](const Report& rank) { return std::pair(rank.has_state, rank.position); });
@@ -167,7 +168,6 @@ void ElasticState::Implementation::synchronise(std::source_location where) {
                     "set ElasticOptions::snapshot",
                     r, newest->position.steps));
   }
-  if (!has_state) kept.keep();
   if (is_start || is_newest(all[static_cast<std::size_t>(group.rank())])) kept.set_back();
   // Ranks that draw alike go on alike; others draw numbers of their own, such as of dropout.
   draw_alike = std::ranges::all_of(all, [&](const Report& rank) {

@@ -64,7 +64,7 @@ struct ElasticState::Implementation {
   /// The present step begins with what is now.
   void keep();
   void begin_step();
-  /// Whether a replacement waits. Collective.
+  /// Updates draw_alike; returns whether a replacement waits. Collective.
   bool compare_ranks(std::source_location where);
   /// The step before `next` is complete. Collective.
   void complete(Position next, bool is_saved, std::source_location where);
