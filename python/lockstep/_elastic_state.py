@@ -338,9 +338,10 @@ class ElasticState:
         """Of the generators as the present step begins, or of those that the program has made."""
         if self._seed is not None:
             return {}
-        states = _generators({})
         if self._has_state:  # those that were the same on all ranks until the step before
             states = {name: state for name, state in self._generators.items() if name in self._common}
+        else:
+            states = _generators({})
         return {name: _digest(state) for name, state in states.items()}
 
     def _packed(self) -> bytes:
