@@ -229,8 +229,9 @@ class ElasticState:
         is_saved = is_saved and self._save is not None
         if self._is_elastic or is_saved:
             self._keep()
-            self._compare_generators()
-            waits = self._agree(self._write() if is_saved else None)
+            waits = self._compare_ranks()
+            if is_saved:
+                self._agree(self._write())
             _core.step_done()
             if waits:
                 raise Regroup
@@ -246,29 +247,28 @@ class ElasticState:
         _core.barrier()
         if self._save is not None:
             self._keep()
-            self._compare_generators()
+            self._compare_ranks()
             self._agree(self._write())
 
-    def _compare_generators(self) -> None:
-        """Collective: those that have drawn other numbers on some rank are no longer common. At each step, because the
-        ranks that a lost one leaves, one perhaps, can no longer tell."""
-        if self._seed is not None:
-            return
+    def _compare_ranks(self) -> bool:
+        """Collective: whether a replacement waits. Generators that have drawn other numbers on some rank are no longer
+        common: at each step, because the ranks that a lost one leaves, one perhaps, can no longer tell."""
         digests = self._digests()
-        drawn = [int.from_bytes(_hash(digests.get(name, b""))[:7], "little") for name in _NAMES]
-        most = array.array("q", [*drawn, *(~each for each in drawn)])
+        drawn = [int.from_bytes(_hash(digests[name])[:7], "little") if name in digests else 0 for name in _NAMES]
+        most = array.array("q", [_core.has_waiting_replacements(), *drawn, *(~each for each in drawn)])
         _core.all_reduce(most, "max")
-        self._common -= {name for i, name in enumerate(_NAMES) if most[i] != ~most[i + len(_NAMES)]}
+        waits, greatest, least = most[0], most[1 : 1 + len(_NAMES)], most[1 + len(_NAMES) :]
+        self._common -= {name for i, name in enumerate(_NAMES) if greatest[i] != ~least[i]}
+        return waits != 0
 
-    def _agree(self, failure: Exception | None) -> bool:
-        """Collective: whether a replacement waits; raises on all ranks if one could not write the state."""
-        word = array.array("i", [2 if failure else _core.has_waiting_replacements()])
+    def _agree(self, failure: Exception | None) -> None:
+        """Collective: raises on all ranks if one could not write the state."""
+        word = array.array("i", [failure is not None])
         _core.all_reduce(word, "max")
         if failure is not None:
             raise failure
-        if word[0] == 2:
+        if word[0] != 0:
             raise EngineError(f"run_elastic: rank 0 cannot write the state to {self._save}")
-        return word[0] == 1
 
     def _begin_step(self) -> None:
         """Before the ranks compute the present step."""

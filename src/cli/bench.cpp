@@ -43,7 +43,7 @@ CLI::Validator one_of(std::initializer_list<Enum> values) {
 CLI::Validator not_negative() {
   return CLI::Validator(
       [](const std::string& text) {
-        return text.find('-') == std::string::npos ? "" : fmt::format("got '{}', below 0", text);
+        return text.starts_with('-') ? fmt::format("got '{}', below 0", text) : "";
       },
       /*validator_desc=*/"");
 }

@@ -124,7 +124,7 @@ TEST(BenchTest, wrong_command_lines) {
   expect_refused({"--type", "f64", "--min", "4"}, "the size of one f64");
   expect_refused({"-n", "0"}, "-n");
   expect_refused({"--min", "-4"}, "got '-4', below 0");
-  expect_refused({"--tune", "--json", "figures.json"}, "--tune excludes --json");
+  expect_refused({"--tune", "--json", "figures.json"}, "--json excludes --tune");
   expect_refused({"--tune", "-n", "1"}, "at least two ranks");
 }
 
