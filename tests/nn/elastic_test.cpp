@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "nn/elastic/kept_state.hpp"
 #include "support/temporary_folder.hpp"
 
 // The parts of run_elastic that need no launcher; tests/examples has the others.
@@ -176,6 +177,35 @@ TEST(ElasticStateTest, a_parameter_that_only_the_program_changes_is_listed) {
     ElasticState state({layer});
     run_elastic(state, [&] { state.step_done(); });
   });
+}
+
+TEST(ElasticStateTest, buffers_of_any_kind_are_set_back) {
+  torch::nn::Linear layer(2, 1);
+  const auto quantized = [](double value, double scale) {
+    return at::quantize_per_tensor(torch::tensor({value}, torch::kFloat), scale, 0, torch::kQInt8);
+  };
+  const auto number = layer->register_buffer("number", torch::zeros({1}));
+  const auto scaled = layer->register_buffer("scaled", quantized(0, 1));
+  const auto sparse = layer->register_buffer("sparse", torch::eye(2).to_sparse());
+  KeptState state({layer}, /*snapshot=*/false);
+  const auto set = [&](int value) {  // also of other types
+    number.set_data(value == 2 ? torch::full({1}, 2, torch::kDouble)
+                               : torch::full({1}, value, torch::kFloat));
+    scaled.set_data(quantized(value, 1.0 / value));
+    sparse.set_data((torch::eye(2) * value).to_sparse());
+  };
+  for (const int kept : {1, 2, 4}) {
+    set(kept);
+    state.keep();
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      set(8);
+      state.set_back();
+      EXPECT_EQ(number.item<double>(), kept);
+      EXPECT_EQ(number.scalar_type(), kept == 2 ? torch::kDouble : torch::kFloat);
+      EXPECT_EQ(scaled.dequantize().item<double>(), kept);
+      EXPECT_TRUE(sparse.to_dense().equal(torch::eye(2) * kept));
+    }
+  }
 }
 
 TEST(ElasticStateTest, a_file_resumes_with_everything) {

@@ -46,6 +46,13 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
   }
 }
 
+/// Whether the one's values can be copied into the other. A quantized tensor's scale is not a
+/// value.
+bool can_copy_values(const at::Tensor& to, const at::Tensor& from) {
+  return to.sizes() == from.sizes() && to.options().type_equal(from.options()) &&
+         !from.is_quantized();
+}
+
 }  // namespace
 
 void PartTensors::update(std::span<const TrainingPart> parts) {
@@ -158,8 +165,7 @@ class KeptBuffers : public KeptThing {
     for (std::size_t i = 0; i < buffers_.size(); ++i) {
       at::Tensor& value = values_[i];
       const at::Tensor& buffer = buffers_[i];
-      if (value.defined() && value.sizes() == buffer.sizes() &&
-          value.options().type_equal(buffer.options())) {
+      if (value.defined() && can_copy_values(value, buffer)) {
         copy_values(value, buffer);
       } else {
         value = buffer.clone();
@@ -169,7 +175,7 @@ class KeptBuffers : public KeptThing {
   void set_back() override {
     for (std::size_t i = 0; i < std::min(buffers_.size(), values_.size()); ++i) {
       const at::Tensor& buffer = buffers_[i];
-      if (buffer.sizes() == values_[i].sizes()) {
+      if (can_copy_values(buffer, values_[i])) {
         buffer.copy_(values_[i]);
       } else {
         buffer.set_data(values_[i].clone());
