@@ -88,6 +88,51 @@ def test_two_ranks_train_on_one_device(run_ranks, device):
     run_ranks(2, train, backend=backend, device=device, init=None, returned=2)
 
 
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Operators that are called, with the devices of their tensors and other arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function.overloadpacket)
+        if function.namespace != "prim":
+            self.calls.append((name, *(str(getattr(arg, "device", arg)) for arg in args)))
+        if name == "aten.native_batch_norm":  # this and add_ would need a torch with CUDA
+            return torch.empty_like(args[0]), *torch.empty(2, 5, device="cuda")
+        return args[0] if name == "aten.add_" else function(*args, **(kwargs or {}))
+
+
+def forward_of_layer(bn, x):
+    state = bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.num_batches_tracked
+    return ls.nn._torch.sync_batch_norm(x, bn.num_features, *state, bn.momentum, bn.eps, None, "layer", "layer", False)
+
+
+def forward_in_scope(bn, x):
+    with ls.nn.SyncBatchNormScope():
+        return bn(x)
+
+
+@pytest.mark.parametrize("forward", [forward_of_layer, forward_in_scope])
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}])
+def test_one_rank_runs_what_batch_norm_runs(forward, options):
+    """Nothing goes to the host. On tensors without values, which need no device."""
+    with torch._subclasses.FakeTensorMode(), torch.no_grad():
+        for dtype in TOLERANCES:
+            state = torch.float64 if dtype is torch.float64 else torch.float32
+            bn = nn.BatchNorm2d(5, device="cuda", dtype=state, **options)
+            if not bn.track_running_stats:
+                bn.num_batches_tracked = None
+            x = torch.empty(4, 5, 3, 3, device="cuda", dtype=dtype)
+            with Recorder() as expected:
+                bn(x)
+            with Recorder() as got:
+                forward(bn, x)
+            assert sorted(got.calls) == sorted(expected.calls)
+            assert "aten.native_batch_norm" in [name for name, *_ in got.calls]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("backend", ["nccl", "cpu:lockstep,cuda:nccl"])
 def test_one_rank_over_nccl(run_ranks, backend):

@@ -138,7 +138,8 @@ struct SyncBatchNormOptions {
 /// State: weight, bias, running_mean, running_var, num_batches_tracked, as BatchNormNd.
 /// Input: CPU or CUDA, state on the same device; float64 or float32 with state of the same type,
 /// bfloat16 or float16 with state of type float32 or the input's (computed in float32, statistics
-/// in float64; on CUDA by ATen's kernels, merged in float64 on the host); any strides,
+/// in float64; on CUDA by ATen's kernels, merged in float64 on the host; a rank alone in its group
+/// runs BatchNorm's operator there); any strides,
 /// channels-last is kept in output and gradient. Errors: UsageError before any communication for
 /// another shape, type or device; UsageError after the exchange, on every rank, if all ranks
 /// together have one value per channel; both leave the module and the group unchanged. Otherwise
@@ -167,7 +168,8 @@ class SyncBatchNormImplBase
   Group present_group(std::source_location where) const override;
   /// Number of training batches so far whose statistics were not finite (see OnNonfinite); the same
   /// on all ranks. Of a module in replicas: in which its copies trained.
-  std::int64_t n_nonfinite_batches() const { return n_nonfinite_batches_; }
+  /// A rank alone counts those on a device there: then this waits for the device.
+  std::int64_t n_nonfinite_batches() const;
 
  protected:
   void _check_input_dim(const at::Tensor& input) override;
@@ -180,6 +182,7 @@ class SyncBatchNormImplBase
   ErrorContext context(std::source_location where) const;
 
   std::int64_t n_nonfinite_batches_ = 0;
+  at::Tensor n_nonfinite_on_device_;  ///< undefined: none counted there
   detail::BoundGroup bound_;
   detail::ReplicaState replica_;
 };

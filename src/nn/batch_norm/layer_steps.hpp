@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <tuple>
 #include <vector>
 
 #include <lockstep/nn/sync_batch_norm.hpp>
@@ -56,13 +57,18 @@ struct BatchNormSettings {
   OnNonfinite on_nonfinite = OnNonfinite::propagate;
 };
 
+struct MeanAndInvstd {
+  at::Tensor mean, invstd;
+};
+
 /// What backward needs from its forward besides the tensors that autograd saves.
 struct BatchNormRecord : torch::CustomClassHolder {
   BatchNormSettings settings;
   at::Tensor statistics;                ///< over all ranks: count, mean, invstd
   std::vector<at::Tensor> for_kernels;  ///< statistics, see for_kernels(); one per piece
   std::size_t channels_per_message = 0;
-  bool nonfinite = false;  ///< what finish_statistics returned
+  bool nonfinite = false;   ///< what finish_statistics returned
+  MeanAndInvstd on_device;  ///< of batch_norm_alone, in place of all of these; else undefined
   bool wants_input_gradient = false;
   bool has_weight = false, has_bias = false;
 };
@@ -78,9 +84,6 @@ struct BatchNormGradients {
 };
 
 /// Views of statistics.
-struct MeanAndInvstd {
-  at::Tensor mean, invstd;
-};
 inline MeanAndInvstd mean_and_invstd(const at::Tensor& statistics) {
   const std::int64_t c = (statistics.size(0) - 1) / 2;
   return {statistics.narrow(0, 1, c), statistics.narrow(0, 1 + c, c)};
@@ -177,6 +180,14 @@ std::vector<std::array<at::Tensor, 3>> batch_norm_second_backward(
 std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
                                         const c10::intrusive_ptr<BatchNormRecord>& record,
                                         c10::function_ref<std::vector<at::Tensor>()> compute);
+/// What libtorch's _batch_norm_impl_index returns.
+using IndexResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
+/// The forward of a rank that is alone in its group and has its batch on a CUDA device: BatchNorm
+/// by libtorch's own operator, which autograd knows. Nothing is copied to the host, and nothing
+/// waits for the device. Absent where only the other way keeps the layer's promises. `weight` and
+/// `bias`: of parameter_for.
+std::optional<IndexResult> batch_norm_alone(const at::Tensor& input, const OptionalTensor& weight,
+                                            const OptionalTensor& bias, BatchNormRecord& record);
 /// The autograd node of a module that has its rank's whole batch. Fills `record`. Check first.
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,

@@ -166,12 +166,24 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
       is_replica ? replicated_batch_norm(input, this->weight, this->bias, *record, *replica_.link)
                  : synchronised_batch_norm(input, this->weight, this->bias, record);
   count_batch(*record);
+  if (const auto& [mean, invstd] = record->on_device; mean.defined()) {
+    // NaN where a mean is not finite, or a variance, whose invstd is 0 then.
+    const Tensor is_nonfinite = ((mean - mean) / invstd).sum().isnan();
+    Tensor& n = n_nonfinite_on_device_;  // not in place: a clone of the module has it, too
+    n = n.defined() ? n.to(mean.device()) + is_nonfinite : is_nonfinite.to(at::kLong);
+  }
   if (record->nonfinite) {
     ++n_nonfinite_batches_;
     const auto original = std::dynamic_pointer_cast<Derived>(replica_.original.lock());
     if (original) ++original->n_nonfinite_batches_;
   }
   return output;
+}
+
+template <std::size_t D, class Derived>
+std::int64_t SyncBatchNormImplBase<D, Derived>::n_nonfinite_batches() const {
+  const Tensor& there = n_nonfinite_on_device_;
+  return n_nonfinite_batches_ + (there.defined() ? there.item<std::int64_t>() : 0);
 }
 
 template <std::size_t D, class Derived>
