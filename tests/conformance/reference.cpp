@@ -1,7 +1,9 @@
 #include "conformance/reference.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <span>
 #include <type_traits>
 #include <utility>
 
@@ -69,10 +71,24 @@ W combine(ReduceOp op, W a, W b) {
   return a;
 }
 
-/// `hosts` in order of their lowest ranks: the ranks of each one.
+/// The i-th of values().
 template <class T>
-Bytes reduced_as(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed,
-                 const std::vector<std::vector<int>>& hosts) {
+T value_at(std::size_t i, std::uint64_t seed, int rank) {
+  const std::uint64_t bits = mix(mix(seed * 1000 + static_cast<std::uint64_t>(rank)) + i);
+  if constexpr (std::is_same_v<T, bool>) {
+    return (bits & 1U) != 0;
+  } else if constexpr (std::is_integral_v<T>) {
+    return static_cast<T>(bits);
+  } else {
+    // Fractions, so that the order of a sum affects its bits.
+    return static_cast<T>(static_cast<float>(bits >> 40U) / static_cast<float>(1U << 23U) - 1.0F);
+  }
+}
+
+/// Elements from `first` on. `hosts` in order of their lowest ranks: the ranks of each one.
+template <class T>
+void reduce_as(ReduceOp op, std::size_t first, std::span<T> elements, std::uint64_t seed,
+               const std::vector<std::vector<int>>& hosts) {
   // Products and sums of narrow integers wrap at every step; a mean does not.
   const auto step = [op](Wide<T> a, Wide<T> b) {
     const Wide<T> result = combine(op, a, b);
@@ -92,25 +108,19 @@ Bytes reduced_as(DType dtype, ReduceOp op, std::size_t count, std::uint64_t seed
   for (const std::vector<int>& ranks : hosts) {
     std::vector<Values> of_ranks;
     for (const int rank : ranks) {
-      const Bytes data = values(dtype, count, seed, rank);
-      Values& wide = of_ranks.emplace_back(count);
-      for (std::size_t i = 0; i < count; ++i) {
-        T element;
-        std::memcpy(&element, data.data() + i * sizeof(T), sizeof(T));
-        wide[i] = static_cast<Wide<T>>(element);
+      Values& wide = of_ranks.emplace_back(elements.size());
+      for (std::size_t i = 0; i < wide.size(); ++i) {
+        wide[i] = static_cast<Wide<T>>(value_at<T>(first + i, seed, rank));
       }
     }
     n_ranks += ranks.size();
     of_hosts.push_back(combined_in_tree(std::move(of_ranks), steps));
   }
   Values sums = combined_in_tree(std::move(of_hosts), steps);
-  Bytes bytes(count * sizeof(T));
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = 0; i < elements.size(); ++i) {
     if (op == ReduceOp::mean) sums[i] = sums[i] / static_cast<Wide<T>>(n_ranks);
-    const T value = static_cast<T>(sums[i]);
-    std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
+    elements[i] = static_cast<T>(sums[i]);
   }
-  return bytes;
 }
 
 }  // namespace
@@ -119,15 +129,7 @@ Bytes values(DType dtype, std::size_t count, std::uint64_t seed, int rank) {
   return visit(dtype, [&]<class T>(T) {
     Bytes bytes(count * sizeof(T));
     for (std::size_t i = 0; i < count; ++i) {
-      const std::uint64_t bits = mix(mix(seed * 1000 + static_cast<std::uint64_t>(rank)) + i);
-      T value;
-      if constexpr (std::is_integral_v<T>) {
-        value = std::is_same_v<T, bool> ? (bits & 1U) != 0 : static_cast<T>(bits);
-      } else {
-        // Fractions, so that the order of a sum affects its bits.
-        value =
-            static_cast<T>(static_cast<float>(bits >> 40U) / static_cast<float>(1U << 23U) - 1.0F);
-      }
+      const T value = value_at<T>(i, seed, rank);
       std::memcpy(bytes.data() + i * sizeof(T), &value, sizeof(T));
     }
     return bytes;
@@ -146,7 +148,17 @@ Bytes reduced_by_host(DType dtype, ReduceOp op, std::size_t count, std::uint64_t
     ranks[static_cast<std::size_t>(hosts[rank])].push_back(static_cast<int>(rank));
   }
   std::erase_if(ranks, [](const std::vector<int>& some) { return some.empty(); });
-  return visit(dtype, [&]<class T>(T) { return reduced_as<T>(dtype, op, count, seed, ranks); });
+  return visit(dtype, [&]<class T>(T) {
+    constexpr std::size_t kAtATime = 4096;  // all at once would be a copy for each rank
+    std::array<T, kAtATime> part;
+    Bytes bytes(count * sizeof(T));
+    for (std::size_t first = 0; first < count; first += kAtATime) {
+      const std::span elements(part.data(), std::min(kAtATime, count - first));
+      reduce_as<T>(op, first, elements, seed, ranks);
+      std::memcpy(bytes.data() + first * sizeof(T), elements.data(), elements.size_bytes());
+    }
+    return bytes;
+  });
 }
 
 void append(Bytes& to, const Bytes& what) { to.insert(to.end(), what.begin(), what.end()); }
