@@ -31,11 +31,14 @@ benchmarks|2|every benchmark compiles
 mutations|45|only when named: faults seeded one at a time, each of which `./dev test` must find'
 
 # What qemu, which runs one program, does otherwise than a machine: /proc/PID/stat has no state, RLIMIT_AS is
-# ignored, there is no seccomp, exec starts none of its programs, the counter of time is slow; a forked child cannot
-# make a thread if the process that forked had one (as after solo). Then what takes long, as 64 ranks do (/5).
+# ignored, there is no seccomp, MADV_POPULATE_WRITE does nothing, exec starts none of its programs, the counter of time
+# is slow; a forked child cannot make a thread if the process that forked had one (as after solo). Then what takes long,
+# as 64 ranks do (/5).
 under_qemu='-LivenessTest.*:FailuresOfProcesses.*:HierarchicalProcessTest.*:ProcessStateTest.*:*DeathTest.*'
 under_qemu+=':TicksTest.*:SyncMasterStress.*:*MessageLevelsTest.*/5:*/solo'
 under_qemu+=':*callbacks_without_another_thread*:*/*_4:*/*_8:*/*_16:*/*_64:*ten_thousand*:LargeObjectsTest.*:*messages_past*:DiagnosticsTest.*'
+under_qemu+=':*no_memory_for_a_large*:*two_ranks_need_memory*:*disk_that_cannot_be_read*:*first_message_in_slots*'
+under_qemu+=':*every_chunk_is_mapped*'
 
 run_stage() {
   case $1 in

@@ -31,6 +31,14 @@ bool is_amd() {
 #endif
 }
 
+#if defined(__x86_64__)
+/// clang 16 does not know it in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned a = 0, b = 0, features = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &features, &d) != 0 && (features & bit_F16C) != 0;
+}
+#endif
+
 std::size_t second_level_bytes() {
   return static_cast<std::size_t>(std::max<long>(::sysconf(_SC_LEVEL2_CACHE_SIZE), 512 << 10));
 }
@@ -72,7 +80,7 @@ bool is_supported(Isa isa) {
   switch (isa) {
     case Isa::scalar: return true;
 #if defined(__x86_64__)
-    case Isa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    case Isa::avx2: return __builtin_cpu_supports("avx2") && has_f16c();
     case Isa::avx512:
       return is_supported(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&

@@ -13,7 +13,6 @@
 
 #include "base/abstract_socket.hpp"
 #include "base/process.hpp"
-#include "engines/ucx/ucx.hpp"
 #include "world/slurm_tasks.hpp"
 #include "world/variables.hpp"
 
@@ -292,8 +291,6 @@ std::string internal::describe_world() {
   return fmt::format("{}={}, {}={} ({})", size, *n_ranks, rank, variable(rank).value_or(""),
                      name_of(launcher));
 }
-
-bool internal::has_ucx() { return !ucx::find_module(variable("LOCKSTEP_UCX")).path.empty(); }
 
 std::string internal::find_mpi(Launcher launcher, const Env& env) {
   if (launcher == Launcher::lockstep) return {};

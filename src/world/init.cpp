@@ -7,15 +7,19 @@
 #include <utility>
 
 #include "engines/catalog.hpp"
+#include "engines/ucx/ucx.hpp"
 #include "group/group_state.hpp"
 #include "group/leave_on_exception.hpp"
 #include "world/environment.hpp"
 #include "world/session.hpp"
 #include "world/settings.hpp"
+#include "world/variables.hpp"
 
 namespace lockstep {
 
 namespace internal {
+
+bool has_ucx() { return !ucx::find_module(variable("LOCKSTEP_UCX")).path.empty(); }
 
 std::unique_ptr<Session> join_world(World world, std::string_view backend,
                                     const std::string& operation, std::chrono::milliseconds timeout,

@@ -72,6 +72,7 @@ TEST(SettingsTest, a_rank_that_rounds_another_way_is_named) {
   }
 }
 
+#if defined(__x86_64__)
 /// Two processes that call init_dist after `change` and expect a MismatchError with `text`.
 void expect_mismatch_in_init_dist(const std::function<void(int rank)>& change, const char* text) {
   shared::Job job(2);
@@ -100,7 +101,6 @@ void expect_mismatch_in_init_dist(const std::function<void(int rank)>& change, c
   }
 }
 
-#if defined(__x86_64__)
 TEST(SettingsTest, a_rank_that_flushes_subnormal_numbers_is_named) {
   const auto errors = errors_of(
       [](int rank) {
