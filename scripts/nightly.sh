@@ -24,7 +24,7 @@ fuzz|8|each parser for a minute
 soak|4|mixed load for 3 minutes: no growth of memory, descriptors, threads
 packages|14|Debian packages, a moved prefix, the Conan recipe, a bare root: hello, hello_nn and `lockstep run` from each
 docs|1|the site: doxygen without warnings, every link, every public name in the reference
-simulation|4|16 simulated hosts, and steps of training on them, beside the alpha-beta model
+simulation|1|16 simulated hosts, and steps of training on them, beside the alpha-beta model
 model|1|the model of the shared engine, and its mutations
 lint|9|clang-tidy over every file, every header alone
 benchmarks|2|every benchmark compiles

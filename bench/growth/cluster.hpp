@@ -7,9 +7,11 @@
 #include <lockstep/engine.hpp>
 #include <memory>
 #include <simgrid/s4u.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "engines/shared/algorithms/host_engine.hpp"
 
@@ -68,6 +70,10 @@ class Host final : public lockstep::shared::HostEngine {
   void run(const lockstep::Call& call) override { engine_->run(call); }
   std::unique_ptr<HostEngine> split_host(const lockstep::Call&, int, int) override {
     return nullptr;
+  }
+  std::vector<std::unique_ptr<HostEngine>> divide_host(const lockstep::Call&,
+                                                       std::span<const int>) override {
+    return {};
   }
   std::unique_ptr<lockstep::SharedMemory> allocate(const lockstep::Call& call) override {
     return engine_->allocate(call);
