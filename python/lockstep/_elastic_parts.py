@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ import torch
 from . import _extension
 
 _torch = _extension.load()
+
+
+_form_of = attrgetter("dtype", "shape")
 
 
 class _Tensors:
@@ -38,13 +41,18 @@ class _Tensors:
         self._places = [(values, name) for values in dicts for name in values]
         self._tensors: list[Any] = []  # None where a module has a buffer that is None
         self._kinds: list[list[torch.Tensor]] = []  # of one device, type, and shape but for the first dimension
+        self._forms: list[list[Any]] = []  # of them: type and shape
         self._copies: list[torch.Tensor] = []
         self._alone: list[torch.Tensor] = []
         self._copies_alone: list[torch.Tensor] = []
 
     def keep(self) -> None:
         now = [values.get(name) for values, name in self._places]
-        if len(now) != len(self._tensors) or not all(map(is_, now, self._tensors)):  # the program may have assigned others
+        if (  # the program may have assigned others, and x.data = y, resize_ and to() change those that are there
+            len(now) != len(self._tensors)
+            or not all(map(is_, now, self._tensors))
+            or self._forms != _forms_of(self._kinds)
+        ):
             kinds: dict[Any, list[torch.Tensor]] = defaultdict(list)
             alone = []  # what cat changes or split cannot take: sparse tensors, and quantized ones of several scales
             for tensor in now:
@@ -53,6 +61,7 @@ class _Tensors:
                 elif tensor is not None:
                     kinds[tensor.device, tensor.dtype, tensor.ndim, tensor.shape[1:]].append(tensor)
             self._tensors, self._kinds, self._alone = now, list(kinds.values()), alone
+            self._forms = _forms_of(self._kinds)
         self._copies = [torch.cat(kind) if kind[0].ndim else torch.stack(kind) for kind in self._kinds]
         self._copies_alone = [tensor.clone() for tensor in self._alone]
 
@@ -61,12 +70,23 @@ class _Tensors:
             values.clear()  # of what the step has added, too
         for (values, name), tensor in zip(self._places, self._tensors, strict=True):
             values[name] = tensor
-        for kind, kept in zip(self._kinds, self._copies, strict=True):
-            lengths = [len(tensor) if tensor.ndim else 1 for tensor in kind]
-            for tensor, value in zip(kind, kept.split(lengths), strict=True):
-                tensor.copy_(value.view(tensor.shape))
+        for kind, forms, kept in zip(self._kinds, self._forms, self._copies, strict=True):
+            lengths = [shape[0] if shape else 1 for _, shape in forms]
+            for tensor, form, value in zip(kind, forms, kept.split(lengths), strict=True):
+                _set(tensor, value.view(form[1]), _form_of(tensor) == form)
         for tensor, value in zip(self._alone, self._copies_alone, strict=True):
-            tensor.copy_(value)
+            _set(tensor, value, tensor.dtype is value.dtype)
+
+
+def _forms_of(kinds: list[list[torch.Tensor]]) -> list[list[Any]]:
+    return [list(map(_form_of, kind)) for kind in kinds]
+
+
+def _set(tensor: torch.Tensor, value: torch.Tensor, is_of_this_form: bool) -> None:
+    if is_of_this_form:
+        tensor.copy_(value)
+    else:
+        tensor.data = value.clone()
 
 
 class Module:
@@ -124,7 +144,9 @@ class Module:
                 raise TypeError(f"{name} is {own[name].dtype} here, and {value.dtype} there")
         self.module.load_state_dict(values["state"])
         for name, value in values["not persistent"].items():
-            self.module.get_buffer(name).copy_(value)
+            buffer = self.module.get_buffer(name)
+            is_of_this_form = value.dtype is buffer.dtype and (value.is_nested or value.shape == buffer.shape)
+            _set(buffer, value.to(buffer.device), is_of_this_form)
         self._set_flags(*values["flags"])
 
 

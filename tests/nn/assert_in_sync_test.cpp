@@ -26,6 +26,7 @@ struct Model {
   torch::optim::Adam optimizer{net->parameters(), torch::optim::AdamOptions(0.1)};
   Model() {
     const at::NoGradGuard no_grad;
+    net->register_buffer("codes", at::quantize_per_tensor(at::ones({2}), 1.0, 0, at::kQInt8));
     for (auto& parameter : net->parameters()) parameter.fill_(0.5);
     for (const Tensor& parameter : net->parameters()) {
       parameter.mutable_grad() = at::ones_like(parameter);
@@ -51,6 +52,11 @@ TEST(AssertInSyncTest, names_the_first_difference_on_every_rank) {
        }},
       {"buffer 1.running_var of rank 2",
        [](Model& model) { model.net->named_buffers()["1.running_var"].mul_(2); }},
+      {"buffer codes of rank 2",  // the same bytes
+       [](Model& model) {
+         model.net->named_buffers()["codes"].set_data(
+             at::quantize_per_tensor(at::full({2}, 2.0), 2.0, 0, at::kQInt8));
+       }},
       {"the options of the optimizer's parameter group 0 of rank 2 and rank 0 differ: ",
        [](Model& model) { model.optimizer.param_groups()[0].options().set_lr(0.2); }},
       {"the optimizer's state for parameter 1.weight of rank 2", [](Model& model) {

@@ -407,9 +407,11 @@ TEST(DistributedDataParallelTest, what_cannot_be_sent_is_named) {
     });
     test::expect_contains(text, {"parameter odd", "Sparse"});
   }
-  const std::string text =
-      error_of([&](torch::nn::Module& net) { net.register_buffer("odd", at::eye(2).to_sparse()); });
-  test::expect_contains(text, "buffer odd");
+  for (const Tensor& odd :
+       {at::eye(2).to_sparse(), at::quantize_per_tensor(at::ones({2}), 0.1, 0, at::kQInt8)}) {
+    test::expect_contains(
+        error_of([&](torch::nn::Module& net) { net.register_buffer("odd", odd); }), "buffer odd");
+  }
 }
 
 /// With one rank, none can be out of step.

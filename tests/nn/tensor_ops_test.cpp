@@ -129,6 +129,8 @@ TEST(TensorOpsTest, what_cannot_be_sent_is_rejected) {
   EXPECT_THROW(all_reduce(undefined), UsageError);
   EXPECT_THROW(all_reduce(sparse), UsageError);
   EXPECT_THROW(broadcast(undefined), UsageError);
+  Tensor quantized = at::quantize_per_tensor(at::ones({2}), 0.1, 0, at::kQInt8);
+  test::expect_contains(test::thrown<UsageError>([&] { broadcast(quantized); }), "dequantize()");
   EXPECT_THROW(elements_of(at::ones({2, 2}).t().select(0, 0)), UsageError);
 }
 

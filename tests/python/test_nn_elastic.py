@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler  # noqa: E402
 
 import lockstep  # noqa: E402
 import lockstep.nn as nn  # noqa: E402
+from lockstep import _elastic_parts  # noqa: E402
 from lockstep._elastic_parts import _Tensors  # noqa: E402
 from lockstep._elastic_state import _generators, _set_generators  # noqa: E402
 
@@ -371,6 +372,42 @@ def test_buffers_that_no_cat_takes_are_set_back():
     tensors.set_back()
     assert "added" not in module._buffers and module.sparse is former and torch.equal(module.sparse.to_dense(), torch.eye(3))
     assert module.fine.dequantize().item() == pytest.approx(1) and module.coarse.dequantize().item() == 10
+
+
+@torch.no_grad()
+def test_buffers_whose_type_or_shape_changes_are_set_back():
+    def set_all(buffers, values):
+        for name, value in values.items():
+            buffers[name].data = value.clone()
+
+    states = [
+        {"a": torch.tensor([2**24 + 1]), "b": torch.tensor([1, 2]), "c": torch.tensor(3.0), "d": torch.tensor([2**24 + 1]).double()},
+        {"a": torch.tensor([2**24 + 1]), "b": torch.tensor([1.5]), "c": torch.tensor([3.0, 4.0]), "d": torch.tensor([1.0])},
+        {"a": torch.tensor([5, 2**24 + 1]), "b": torch.tensor([2]), "c": torch.tensor(5.0), "d": torch.tensor([[1.0]])},
+    ]
+    buffers = {name: value.clone() for name, value in states[0].items()}
+    former = dict(buffers)
+    tensors = _Tensors([buffers])
+    for kept in states:
+        set_all(buffers, kept)
+        tensors.keep()
+        for state in states:
+            set_all(buffers, state)
+            tensors.set_back()
+            for name, value in kept.items():
+                assert buffers[name] is former[name] and value.dtype == buffers[name].dtype and torch.equal(value, buffers[name])
+
+
+@torch.no_grad()
+def test_buffers_that_are_not_persistent_are_those_of_the_other_rank():
+    ranks = []
+    for value in torch.tensor([2**24 + 1]).double(), torch.zeros(3):
+        module = torch.nn.Module()
+        module.register_buffer("cache", value, persistent=False)
+        ranks.append(_elastic_parts.Module(module, snapshot=False))
+        ranks[-1].keep()
+    ranks[1].load(ranks[0].values())
+    assert ranks[1].module.cache.dtype == torch.float64 and ranks[1].module.cache.tolist() == [2**24 + 1]
 
 
 def test_generators_whatever_has_drawn():

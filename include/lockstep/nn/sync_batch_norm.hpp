@@ -168,7 +168,7 @@ class SyncBatchNormImplBase
   Group present_group(std::source_location where) const override;
   /// Number of training batches so far whose statistics were not finite (see OnNonfinite); the same
   /// on all ranks. Of a module in replicas: in which its copies trained.
-  /// A rank alone counts those on a device there: then this waits for the device.
+  /// On CUDA a rank alone counts them on the device, so this call waits for it.
   std::int64_t n_nonfinite_batches() const;
 
  protected:
@@ -180,6 +180,8 @@ class SyncBatchNormImplBase
   void check_dimensions(const at::Tensor& input, std::source_location where) const;
   Group bind_group(std::source_location where);
   ErrorContext context(std::source_location where) const;
+  /// here: whether a batch was not; there: the same on a device, or undefined.
+  void count_nonfinite(bool here, const at::Tensor& there);
 
   std::int64_t n_nonfinite_batches_ = 0;
   at::Tensor n_nonfinite_on_device_;  ///< undefined: none counted there

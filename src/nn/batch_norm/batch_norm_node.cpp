@@ -7,7 +7,6 @@
 #include <lockstep/trace.hpp>
 #include <optional>
 #include <span>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -189,34 +188,42 @@ std::vector<Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
   return BatchNormFunction::apply(at::TensorList(tensors), pieces.size(), record, compute);
 }
 
-std::optional<IndexResult> batch_norm_alone(const Tensor& input, const OptionalTensor& weight,
-                                            const OptionalTensor& bias, BatchNormRecord& record) {
+namespace {
+
+/// The forward of a rank that is alone in its group and has its batch on a CUDA device: BatchNorm
+/// by libtorch's own operator, which autograd knows. Nothing is copied to the host, and nothing
+/// waits for the device. Absent where that operator does less than the layer promises.
+std::optional<Tensor> batch_norm_alone(const BatchNormPiece& whole, BatchNormRecord& record) {
   const BatchNormSettings& settings = record.settings;
-  const Tensor &mean = settings.running_mean, &var = settings.running_var;
+  const Tensor &input = whole.input, &mean = settings.running_mean, &var = settings.running_var;
   const auto is_for_kernels = [&](const Tensor& running) {
     return !running.defined() ||
            (running.dtype() == parameter_options(input).dtype() && running.is_contiguous());
   };
-  if (!input.is_cuda() || settings.layer.group.size() > 1 || settings.eps_mode != EpsMode::plus ||
-      settings.on_nonfinite != OnNonfinite::propagate ||  // the host would have to know
-      input.numel() < 2 * settings.layer.n_channels ||    // an error, or no new running statistics
-      mean.defined() != var.defined() || !is_for_kernels(mean) || !is_for_kernels(var)) {
+  const bool is_batch_norm =
+      settings.eps_mode == EpsMode::plus && settings.on_nonfinite == OnNonfinite::propagate;
+  // One value per channel is an error, none leaves the running statistics; cuDNN takes 5
+  // dimensions.
+  const bool has_batch = input.numel() > 0 && input.numel() >= 2 * settings.layer.n_channels;
+  if (!input.is_cuda() || settings.layer.group.size() > 1 || !is_batch_norm || !has_batch ||
+      input.dim() > 5 || mean.defined() != var.defined() || !is_for_kernels(mean) ||
+      !is_for_kernels(var)) {
     return {};
   }
   const TraceScope scope("SyncBatchNorm forward");
-  IndexResult result = at::native::_batch_norm_impl_index(
-      input, weight, bias, mean, var, /*training=*/true, settings.factor, settings.eps,
+  auto [output, batch_mean, invstd, reserve, implementation] = at::native::_batch_norm_impl_index(
+      input, whole.weight, whole.bias, mean, var, /*training=*/true, settings.factor, settings.eps,
       at::globalContext().userEnabledCuDNN());
-  record.on_device = {std::get<1>(result), std::get<2>(result)};
-  return result;
+  record.on_device = {std::move(batch_mean), std::move(invstd)};
+  return std::move(output);
 }
+
+}  // namespace
 
 Tensor synchronised_batch_norm(const Tensor& input, const Tensor& weight, const Tensor& bias,
                                const c10::intrusive_ptr<BatchNormRecord>& record) {
   const BatchNormPiece whole{input, parameter_for(weight, input), parameter_for(bias, input)};
-  if (auto alone = batch_norm_alone(input, whole.weight, whole.bias, *record)) {
-    return std::get<0>(*std::move(alone));
-  }
+  if (auto output = batch_norm_alone(whole, *record)) return *std::move(output);
   return batch_norm_node({&whole, 1}, record,
                          [&]() -> variable_list {
                            return {batch_norm_forward(input, value_of(whole.weight),

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <tuple>
 #include <vector>
 
 #include <lockstep/nn/sync_batch_norm.hpp>
@@ -67,8 +66,9 @@ struct BatchNormRecord : torch::CustomClassHolder {
   at::Tensor statistics;                ///< over all ranks: count, mean, invstd
   std::vector<at::Tensor> for_kernels;  ///< statistics, see for_kernels(); one per piece
   std::size_t channels_per_message = 0;
-  bool nonfinite = false;   ///< what finish_statistics returned
-  MeanAndInvstd on_device;  ///< of batch_norm_alone, in place of all of these; else undefined
+  bool nonfinite = false;  ///< what finish_statistics returned
+  /// Of a rank alone, in place of all of these: its batch never leaves the device.
+  MeanAndInvstd on_device;
   bool wants_input_gradient = false;
   bool has_weight = false, has_bias = false;
 };
@@ -180,14 +180,6 @@ std::vector<std::array<at::Tensor, 3>> batch_norm_second_backward(
 std::vector<at::Tensor> batch_norm_node(std::span<const BatchNormPiece> pieces,
                                         const c10::intrusive_ptr<BatchNormRecord>& record,
                                         c10::function_ref<std::vector<at::Tensor>()> compute);
-/// What libtorch's _batch_norm_impl_index returns.
-using IndexResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::int64_t>;
-/// The forward of a rank that is alone in its group and has its batch on a CUDA device: BatchNorm
-/// by libtorch's own operator, which autograd knows. Nothing is copied to the host, and nothing
-/// waits for the device. Absent where only the other way keeps the layer's promises. `weight` and
-/// `bias`: of parameter_for.
-std::optional<IndexResult> batch_norm_alone(const at::Tensor& input, const OptionalTensor& weight,
-                                            const OptionalTensor& bias, BatchNormRecord& record);
 /// The autograd node of a module that has its rank's whole batch. Fills `record`. Check first.
 at::Tensor synchronised_batch_norm(const at::Tensor& input, const at::Tensor& weight,
                                    const at::Tensor& bias,

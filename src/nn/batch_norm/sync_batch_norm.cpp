@@ -166,18 +166,28 @@ Tensor SyncBatchNormImplBase<D, Derived>::forward(const Tensor& input, std::sour
       is_replica ? replicated_batch_norm(input, this->weight, this->bias, *record, *replica_.link)
                  : synchronised_batch_norm(input, this->weight, this->bias, record);
   count_batch(*record);
-  if (const auto& [mean, invstd] = record->on_device; mean.defined()) {
-    // NaN where a mean is not finite, or a variance, whose invstd is 0 then.
-    const Tensor is_nonfinite = ((mean - mean) / invstd).sum().isnan();
-    Tensor& n = n_nonfinite_on_device_;  // not in place: a clone of the module has it, too
-    n = n.defined() ? n.to(mean.device()) + is_nonfinite : is_nonfinite.to(at::kLong);
-  }
-  if (record->nonfinite) {
-    ++n_nonfinite_batches_;
+  const auto& [mean, invstd] = record->on_device;
+  // NaN where a mean is not finite, or a variance, whose invstd is 0 then.
+  const Tensor there = mean.defined() ? ((mean - mean) / invstd).sum().isnan() : Tensor();
+  if (record->nonfinite || there.defined()) {
+    count_nonfinite(record->nonfinite, there);
     const auto original = std::dynamic_pointer_cast<Derived>(replica_.original.lock());
-    if (original) ++original->n_nonfinite_batches_;
+    if (original) original->count_nonfinite(record->nonfinite, there);
   }
   return output;
+}
+
+template <std::size_t D, class Derived>
+void SyncBatchNormImplBase<D, Derived>::count_nonfinite(bool here, const Tensor& there) {
+  if (here) ++n_nonfinite_batches_;
+  if (!there.defined()) return;
+  Tensor& n = n_nonfinite_on_device_;
+  if (!n.defined()) n = at::zeros({}, there.options().dtype(at::kLong));
+  // A clone of the module has the same tensor. In place otherwise, for CUDA graphs.
+  if (n.use_count() > 1 || n.device() != there.device()) {
+    n = n.to(there.options().dtype(at::kLong), /*non_blocking=*/false, /*copy=*/true);
+  }
+  n.add_(there);
 }
 
 template <std::size_t D, class Derived>

@@ -47,6 +47,7 @@ namespace {
 
 using at::Tensor;
 using detail::ScopeEntry;
+using IndexResult = std::tuple<Tensor, Tensor, Tensor, Tensor, std::int64_t>;
 
 // A raw pointer: a scope may outlive its thread's thread_local objects.
 constinit thread_local ScopeEntry* innermost = nullptr;
@@ -224,10 +225,8 @@ IndexResult batch_norm_impl_index(const Tensor& input, const OptionalTensor& wei
   return detail::translate_errors_for_torch([&]() -> IndexResult {
     const auto record = make_record(*scope, input, w, b, value_of(running_mean),
                                     value_of(running_var), momentum, eps);
-    const OptionalTensor of_kernels[] = {parameter_for(w, input), parameter_for(b, input)};
-    if (auto alone = batch_norm_alone(input, of_kernels[0], of_kernels[1], *record)) return *alone;
-    Tensor output =
-        batch_norm_forward(input, value_of(of_kernels[0]), value_of(of_kernels[1]), *record);
+    Tensor output = batch_norm_forward(input, value_of(parameter_for(w, input)),
+                                       value_of(parameter_for(b, input)), *record);
     const auto [mean, invstd] = mean_and_invstd(record->statistics);
     return {output, mean, invstd, records().keep(record), kSyncImplementation};
   });

@@ -57,9 +57,10 @@ void add_state(Fingerprints& all, const torch::optim::Optimizer& optimizer,
 }  // namespace
 
 std::uint64_t hash_of_tensor(const at::Tensor& tensor) {
-  const at::Tensor values = dense(tensor.detach().to_dense().cpu());
+  const at::Tensor values =
+      dense((tensor.is_quantized() ? tensor.dequantize() : tensor.detach().to_dense()).cpu());
   const std::string kind =
-      fmt::format("{} {}", c10::toString(values.scalar_type()), fmt::join(values.sizes(), "x"));
+      fmt::format("{} {}", c10::toString(tensor.scalar_type()), fmt::join(values.sizes(), "x"));
   return base::hash_of_bytes(values.data_ptr(), values.nbytes()) ^
          (3 * base::hash_of_bytes(kind.data(), kind.size()));
 }

@@ -164,7 +164,7 @@ void Reducer::prepare() {
       },
       [&] {
         if (!changed.empty()) gradients_.update();
-        if (!options_.broadcast_buffers) return;
+        if (!options_.broadcast_buffers || site_.group.size() == 1) return;
         for (const at::Tensor& buffer : module_.buffers()) {
           // A graph of an earlier forward that saved the running statistics does not use them.
           at::Tensor values = buffer.variable_data();  // with a version of its own

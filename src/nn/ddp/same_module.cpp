@@ -110,7 +110,10 @@ void check_tensors(const torch::nn::Module& module, const ErrorContext& context)
                                             "gradient of its own: pass what it was computed from",
                                             kind, name));
     }
-    if ((tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided) return;
+    if ((tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
+        !tensor.is_quantized()) {
+      return;
+    }
     throw UsageError(context, fmt::format("{} {} is a {}: make it a dense tensor on a CPU or CUDA "
                                           "device",
                                           kind, name, tensor.toString()));

@@ -327,8 +327,8 @@ KeptState::KeptState(std::vector<TrainingPart> parts, bool snapshot)
     const bool is_kept_otherwise = part.module() != nullptr || part.optimizer() != nullptr;
     if (snapshot || !is_kept_otherwise) others.push_back(part);
   }
+  add(std::make_unique<KeptBuffers>(tensors_.buffers));  // first: parts load only into their types
   if (!others.empty()) add(std::make_unique<KeptParts>(std::move(others)));
-  add(std::make_unique<KeptBuffers>(tensors_.buffers));
   for (const TrainingPart& part : parts_) {
     if (part.optimizer() != nullptr) add(std::make_unique<KeptOptions>(*part.optimizer()));
   }

@@ -126,7 +126,6 @@ void check_arguments(const FunctionalCall& call, const variable_list& inputs) {
   }
   for (const Tensor& input : inputs) {
     check_tensor(input, kOperations, call.context());
-    if (input.is_quantized()) reject("got a quantized tensor: pass dequantize() of it");
     if (input.dim() > static_cast<std::int64_t>(kMaxDims)) {
       reject(
           fmt::format("a tensor of {} dimensions; at most {} are possible", input.dim(), kMaxDims));

@@ -270,6 +270,9 @@ void PreparedCalls::run(const Group& group, Timeout timeout,
 
 void check_tensor(const at::Tensor& tensor, const Rules& rules, const ErrorContext& context) {
   if (!tensor.defined()) throw UsageError(context, "got an undefined tensor");
+  if (tensor.is_quantized()) {  // its bytes alone are not its values
+    throw UsageError(context, "got a quantized tensor: pass dequantize() of it");
+  }
   const bool is_strided = tensor.layout() == at::kStrided;
   if (is_strided && (tensor.is_cpu() || (rules.takes_cuda && tensor.is_cuda()))) return;
   if (rules.takes_cuda) {
