@@ -20,12 +20,16 @@ namespace lockstep::internal {
 ///
 /// Protocol. The writer is the thread inside the call. It stores `begun`, then the fields, then
 /// `complete`, the same number; each store is a release. A reader loads them in the opposite order,
-/// with acquire: if both numbers are equal, no other call has written the fields that it read. Two
-/// threads write one entry at once only if the kernel preempts one of them between two stores while
-/// others wrap around all entries: then `begun` is of the last call that began and `complete` of
-/// the last one that finished writing, so the entry is hidden until it is written again. Only in
-/// the nanoseconds between the preempted thread's first store after it resumed and its last one can
-/// a reader accept fields of both calls. `end` changes once more, under the same number.
+/// with acquire: if both numbers are equal, no other call has written the fields that it read.
+///
+/// Two threads have one entry at once only if the kernel preempts one of them while others wrap
+/// around all entries, which takes many times as long as the stores of a call. A thread that is
+/// preempted after its `begun` has left the two numbers different: others pass over its block. One
+/// that is preempted before it finds, after its `begun`, that the block is no longer its own: it
+/// stores 0, takes another entry, and whatever was in this one is hidden. (It needs no fence: the
+/// switch to another thread and back is one.) For two calls in an entry that a reader accepts, two
+/// threads would have to be preempted, one at each of these places, while others wrap around twice.
+/// `end` changes once more, under the same number.
 struct alignas(64) FlightEntry {
   /// Values of `end` that are not times.
   static constexpr std::uint64_t kUnderWay = 0;

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <span>
 #include <utility>
@@ -99,20 +101,45 @@ GroupRecorder::GroupRecorder(std::shared_ptr<Recorder> recorder, std::string_vie
   group_ = &record_->groups[group_number_];
 }
 
-void GroupRecorder::open(const Call& call) {
-  FlightRecord& record = *record_;
-  const std::uint32_t site = recorder_->site(call.where);
-  // A block belongs to this group until other groups have taken all blocks after it.
-  if (n_left_ == 0 || record.n_blocks.load(std::memory_order_relaxed) - block_ >= kBlocks) {
-    block_ = record.n_blocks.fetch_add(1, std::memory_order_relaxed) + 1;
-    n_left_ = FlightRecord::kBlock;
+[[gnu::noinline]] void GroupRecorder::take_block() {
+  const auto is_being_written = [&] {
+    const auto first = record_->entries.begin() +
+                       static_cast<std::ptrdiff_t>((block_ - 1) % kBlocks * FlightRecord::kBlock);
+    return std::any_of(first, first + FlightRecord::kBlock, [](const FlightEntry& entry) {
+      const std::uint64_t begun = entry.begun.load(std::memory_order_relaxed);
+      return begun != 0 &&
+             static_cast<std::uint32_t>(begun) != entry.complete.load(std::memory_order_relaxed);
+    });
+  };
+  for (std::size_t n = 0; n < kBlocks; ++n) {  // at most: the record may be damaged
+    block_ = record_->n_blocks.fetch_add(1, std::memory_order_relaxed) + 1;
+    if (!is_being_written()) break;
   }
-  const std::size_t in_block = FlightRecord::kBlock - n_left_--;
-  const std::uint64_t number = (block_ - 1) * FlightRecord::kBlock + in_block + 1;
-  FlightEntry& entry = record.entries[(block_ - 1) % kBlocks * FlightRecord::kBlock + in_block];
+  n_left_ = FlightRecord::kBlock;
+}
+
+/// Sets number_ and stores it as the entry's `begun`. See FlightEntry.
+FlightEntry& GroupRecorder::claim_entry() {
+  constexpr auto relaxed = std::memory_order_relaxed;
+  // A block belongs to this group until other groups have taken all blocks after it.
+  const auto has_block = [&] { return record_->n_blocks.load(relaxed) - block_ < kBlocks; };
+  while (true) {
+    if (n_left_ == 0 || !has_block()) take_block();
+    const std::size_t i = FlightRecord::kBlock - n_left_--;
+    number_ = (block_ - 1) * FlightRecord::kBlock + i + 1;
+    FlightEntry& entry = record_->entries[(block_ - 1) % kBlocks * FlightRecord::kBlock + i];
+    // The ring is larger than the L1 cache: prefetch the entry after the next one.
+    __builtin_prefetch(&entry + 2, /*rw=*/1);
+    entry.begun.store(number_, relaxed);  // before the fields, which are stored with release
+    if (has_block()) return entry;
+    entry.begun.store(0, relaxed);
+  }
+}
+
+void GroupRecorder::open(const Call& call) {
+  const std::uint32_t site = recorder_->site(call.where);
+  FlightEntry& entry = claim_entry();
   entry_ = &entry;
-  // The ring is larger than the L1 cache: prefetch the entry after the next one.
-  __builtin_prefetch(&entry + 2, /*rw=*/1);
 
   const bool is_collective = !is_pair(call.op);
   constexpr auto release = std::memory_order_release;
@@ -120,8 +147,6 @@ void GroupRecorder::open(const Call& call) {
   const std::uint64_t collective = is_collective ? ++n_collectives_ : 0;
   const std::uint64_t signature = encode_call(call);
   const std::uint64_t start = base::ticks();
-  number_ = number;
-  entry.begun.store(number, relaxed);  // before the fields, which are stored with release
   entry.sequence.store(call.sequence, release);
   entry.collective.store(collective, release);
   entry.signature.store(signature, release);
@@ -130,7 +155,7 @@ void GroupRecorder::open(const Call& call) {
   entry.end.store(FlightEntry::kUnderWay, release);
   entry.site.store(static_cast<std::uint16_t>(site), release);
   entry.group.store(static_cast<std::uint16_t>(group_number_), release);
-  entry.complete.store(static_cast<std::uint32_t>(number), release);
+  entry.complete.store(static_cast<std::uint32_t>(number_), release);
   if (trace_ != nullptr) {
     event_ = trace_->begin({.signature = signature,
                             .count = call.count,

@@ -134,6 +134,8 @@ class GroupRecorder final : public Progress {
   void skip_collective() noexcept { ++n_collectives_; }
 
  private:
+  void take_block();
+  FlightEntry& claim_entry();
   void open(const Call& call);
   void close(std::uint64_t end) noexcept {
     // Other threads may have wrapped around the ring meanwhile. If one does so between these two

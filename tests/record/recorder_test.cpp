@@ -118,6 +118,36 @@ TEST(RecorderTest, threads_write_while_another_reads) {
   EXPECT_EQ(n_torn, 0U);
 }
 
+TEST(RecorderTest, a_block_in_which_another_thread_writes_is_passed_over) {
+  const auto recorder = Recorder::in_process(0, 2);
+  GroupRecorder track(recorder, "world", 0, 2, false);
+  FlightEntry& entry = recorder->record().entries[20];
+  const auto wrap_around = [&] {
+    for (std::uint64_t i = 1; i <= FlightRecord::kEntries; ++i) {
+      Call call = call_of(i);
+      track.begin(call);
+      track.end(call);
+    }
+  };
+  entry.begun = 21;  // by a thread that the kernel preempted here
+  entry.count = 17;
+  for (int turn = 0; turn < 3; ++turn) {
+    wrap_around();
+    EXPECT_EQ(entry.begun, 21U);
+    EXPECT_EQ(entry.count, 17U);
+    for (const Operation& operation : operations_of(recorder->record())) {
+      EXPECT_NE((operation.number - 1) % FlightRecord::kEntries, 20U);
+      EXPECT_EQ(operation.count, 3 * operation.sequence);
+    }
+  }
+  entry.complete = 21;
+  wrap_around();
+  EXPECT_GT(entry.begun, 21U);
+  for (FlightEntry& each : recorder->record().entries) each.begun = each.complete + 1;  // damaged
+  wrap_around();
+  EXPECT_FALSE(operations_of(recorder->record()).empty());
+}
+
 // What two threads leave that write one entry at once: one began it last, the other completed it.
 TEST(RecorderTest, an_entry_that_two_calls_wrote_is_hidden) {
   const auto recorder = Recorder::in_process(0, 2);

@@ -184,7 +184,7 @@ void SyncBatchNormImplBase<D, Derived>::count_nonfinite(bool here, const Tensor&
   Tensor& n = n_nonfinite_on_device_;
   if (!n.defined()) n = at::zeros({}, there.options().dtype(at::kLong));
   // A clone of the module has the same tensor. In place otherwise, for CUDA graphs.
-  if (n.use_count() > 1 || n.device() != there.device()) {
+  if (n.use_count() > 1 || n.is_inference() || n.device() != there.device()) {
     n = n.to(there.options().dtype(at::kLong), /*non_blocking=*/false, /*copy=*/true);
   }
   n.add_(there);
