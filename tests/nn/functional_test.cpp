@@ -179,7 +179,9 @@ TEST(FunctionalTest, parts_of_different_sizes) {
       // Each rank's part of the loss: the rows of its samples.
       const Tensor factors = share_of(at::arange(81).view({9, 9}).to(at::kDouble), shares, rank);
       (mine.matmul(all.t()).exp() * factors).sum().backward();
-      EXPECT_LE(difference(mine.grad(), share_of(leaf.grad(), shares, rank)), 1e-9);
+      // Some 5e7, of which a few units in the last place depend on the BLAS.
+      EXPECT_LE(difference(mine.grad(), share_of(leaf.grad(), shares, rank)),
+                1e-15 * testing::largest(leaf.grad()));
     });
   }
 }
