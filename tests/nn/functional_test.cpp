@@ -165,7 +165,7 @@ TEST(FunctionalTest, values_gradients_and_second_gradients_are_those_of_one_devi
 }
 
 TEST(FunctionalTest, parts_of_different_sizes) {
-  const Tensor batch = Random(1).normal({9, 3});
+  const Tensor batch = Random(1).normal({9, 3}) / 2;  // else a gradient's last place is above 1e-9
   for (const Shares& shares : {Shares{4, 5}, Shares{2, 0, 7}}) {
     const Tensor leaf = batch.detach().requires_grad_();
     (leaf.matmul(leaf.t()).exp() * at::arange(81).view({9, 9}).to(at::kDouble)).sum().backward();
@@ -179,9 +179,7 @@ TEST(FunctionalTest, parts_of_different_sizes) {
       // Each rank's part of the loss: the rows of its samples.
       const Tensor factors = share_of(at::arange(81).view({9, 9}).to(at::kDouble), shares, rank);
       (mine.matmul(all.t()).exp() * factors).sum().backward();
-      // Some 5e7, of which a few units in the last place depend on the BLAS.
-      EXPECT_LE(difference(mine.grad(), share_of(leaf.grad(), shares, rank)),
-                1e-15 * testing::largest(leaf.grad()));
+      EXPECT_LE(difference(mine.grad(), share_of(leaf.grad(), shares, rank)), 1e-9);
     });
   }
 }

@@ -114,8 +114,8 @@ void check_tensors(const torch::nn::Module& module, const ErrorContext& context)
         !tensor.is_quantized()) {
       return;
     }
-    throw UsageError(context, fmt::format("{} {} is a {}: make it a dense tensor on a CPU or CUDA "
-                                          "device",
+    throw UsageError(context, fmt::format("{} {} is a {}: make it a dense tensor, not quantized, "
+                                          "on a CPU or CUDA device",
                                           kind, name, tensor.toString()));
   };
   for (const auto& item : module.named_parameters()) check("parameter", item.key(), *item);
